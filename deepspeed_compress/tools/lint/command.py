@@ -4,7 +4,9 @@ import argparse
 import io
 import json
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -73,6 +75,7 @@ def _run(options: argparse.Namespace) -> int:
     # A program without standard input has None in its place.
     stdin = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
     linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
+    _check_output(linted, options.output_file)
     if not options.quiet:
         for note in _notes(linted, options.files, search):
             print(f"ds-compress: {visible(note)}", file=sys.stderr)
@@ -107,6 +110,16 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
         yield "--fix has no effect on YAML. Write --stdin-filename with another name, or no --fix."
     if options.exit_zero and options.exit_on:
         yield "--exit-on has no effect with --exit-zero. Write one of them."
+
+
+def _check_output(linted: Iterable[Linted], output: Path | None) -> None:
+    """Check that the findings are not written over a configuration.
+
+    Raises:
+        ConfigError: The output file is one of the linted files.
+    """
+    if output is not None and any(output.resolve() == Path(result.source.path).resolve() for result in linted):
+        raise ConfigError(f"--output-file {output}: it is one of the linted configurations. Write another file.")
 
 
 def _search(options: argparse.Namespace, settings: Settings) -> Search:
@@ -204,10 +217,24 @@ def _write(linted: list[Linted], options: argparse.Namespace) -> None:
     to_stdout = [result for result in linted if options.fix and result.source.from_stdin]
     for result in changed:
         if not result.source.from_stdin:
-            Path(result.source.path).write_bytes(result.fixed.text.encode())
+            _replace_content(Path(result.source.path), result.fixed.text.encode())
     for result in to_stdout:
         _print(result.fixed.text, sys.stdout)
     _report(linted, options, sys.stderr if to_stdout else sys.stdout)
+
+
+def _replace_content(path: Path, content: bytes) -> None:
+    """Replace the content of a file, or of the target of a link. An error or interruption leaves the old content."""
+    target = path.resolve()
+    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        shutil.copymode(target, scratch)
+        os.replace(scratch, target)
+    except BaseException:
+        os.unlink(scratch)
+        raise
 
 
 def _show_differences(changed: list[Linted], quiet: bool) -> None:

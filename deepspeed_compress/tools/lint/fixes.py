@@ -35,13 +35,19 @@ def fix(title: str, *edits: Edits, safe: bool = True) -> Fix | None:
 
 
 def replace(document: Document, path: Path, value: object) -> Edits:
-    """Return the edits that replace the value at `path` by `value`."""
+    """Return the edits that replace the value at `path` by `value`. The values of a repeated key are not changed."""
     node = document.node(*path)
-    if node is None:
+    if node is None or _is_repeated(document.node(*path[:-1]), path[-1]):
         return ()
     # HJSON allows a missing comma after quotes and brackets, but a number or word without one starts a longer string.
     bare = not isinstance(value, str | list | dict) and not _ENDS.match(document.text, node.span.end)
     return (Edit(node.span, to_json(value) + ("," if bare else "")),)
+
+
+def _is_repeated(holder: Node | None, key: str | int) -> bool:
+    if holder is None or len(holder.members) == len(holder.by_key):
+        return False
+    return sum(member.key == key for member in holder.members) > 1
 
 
 def rename(document: Document, path: Path, key: str) -> Edits:
@@ -80,14 +86,25 @@ def add(document: Document, path: Path, key: str, value: object) -> Edits:
 
 
 def move(document: Document, path: Path, to: Path) -> Edits:
-    """Return the edits that move the value at `path` to the key `to`, which must not exist."""
+    """Return the edits that move the value at `path` to the key `to`, which must not exist.
+
+    A value with comments is not moved to another place, because they would be lost.
+    """
     member, depth = document.member(*path), len(path) - 1
     if member is None or document.has(*to):
         return ()
     if to[:depth] == path[:-1] and not document.has(*to[: depth + 1]):
         return _wrap(document.text, member, to[depth:])
+    if _has_comments(document, member):
+        return ()
     removed, added = remove(document, path), add(document, to[:-1], str(to[-1]), document.get(*path))
     return (*removed, *added) if removed and added else ()
+
+
+def _has_comments(document: Document, member: Member) -> bool:
+    """Return True if there is a comment between the start of a key and the end of its value."""
+    inside = range(member.key_span.start, member.value.span.end)
+    return any(one.kind == "comment" and one.span.start in inside for one in document.extensions)
 
 
 def _wrap(text: str, member: Member, keys: Path) -> Edits:
@@ -143,9 +160,14 @@ def _append(text: str, node: Node, pair: str) -> Edits:
     line_start = text.rfind("\n", 0, last.key_span.start) + 1
     indent = text[line_start : last.key_span.start]
     if unquoted(text, last.value):
-        return () if indent.strip() else (Edit(Span(end, end), f"\n{indent}{pair}"),)
+        return () if indent.strip() else (Edit(Span(end, end), f"{_line_end(text)}{indent}{pair}"),)
     own_line = not indent.strip() and line_start > node.span.start
-    return (Edit(Span(end, end), f",\n{indent}{pair}" if own_line else f", {pair}"),)
+    return (Edit(Span(end, end), f",{_line_end(text)}{indent}{pair}" if own_line else f", {pair}"),)
+
+
+def _line_end(text: str) -> str:
+    """Return the characters that end the first line of `text`."""
+    return "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"
 
 
 def unquoted(text: str, node: Node) -> bool:

@@ -87,10 +87,10 @@ def _key(key: Mapping[str, Any]) -> Key:
 
 
 def known_values(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath, Key, Member]]:
-    """Yield every known key in the strict or in the other sections of `document`."""
+    """Yield every known key in the strict or in the other sections of `document`. If it is repeated, yield the last."""
     for section in keys().sections.values():
         holder = document.node(*section.path) if section.strict == strict else None
-        for member in holder.members if holder is not None else ():
+        for member in holder.by_key.values() if holder is not None else ():
             if member.key in section.keys:
                 yield (*section.path, member.key), section.keys[member.key], member
 

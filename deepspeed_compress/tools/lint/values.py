@@ -44,6 +44,16 @@ def integer(value: object) -> int | None:
     return int(found) if found is not None and found == int(found) else None
 
 
+def text_number(value: object) -> float | None:
+    """Return the finite number that a string stands for, or None."""
+    if not isinstance(value, str) or len(value) > 40:
+        return None
+    try:
+        return number(integer(value) if integer(value) is not None else float(value))
+    except ValueError:
+        return None
+
+
 def truth(value: object) -> bool | None:
     """Return a boolean as DeepSpeed's models read it, or None if the value is not one."""
     if isinstance(value, str):

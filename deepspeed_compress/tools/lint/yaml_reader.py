@@ -12,6 +12,7 @@ MAX_BYTES = 64 * 2**10
 MAX_DEPTH = 20
 MAX_VALUES = 10_000
 
+_MERGE = "tag:yaml.org,2002:merge"
 _KINDS: dict[type, Kind] = {bool: "bool", int: "number", float: "number", type(None): "null"}
 
 
@@ -32,14 +33,43 @@ class _Budget:
     def __init__(self) -> None:
         self.left = MAX_VALUES
 
+    def take(self, depth: int) -> None:
+        """Count a value that is nested `depth` deep."""
+        self.left -= 1
+        if self.left < 0 or depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep")
+
+
+def _pairs(node: Any, budget: _Budget, depth: int) -> list[tuple[Any, Any]]:
+    """Return the keys and values of a mapping, including those that merge keys (`<<`) add to its own.
+
+    The result is that of PyYAML's `flatten_mapping`, which can take exponential time and memory.
+    """
+    own = [(key, value) for key, value in node.value if key.tag != _MERGE]
+    sources = [source for key, value in node.value if key.tag == _MERGE for source in _sources(value)]
+    merged: dict[Any, tuple[Any, Any]] = {}
+    for source in sources:
+        budget.take(depth)
+        for key, value in _pairs(source, budget, depth + 1):
+            budget.take(depth)
+            merged.setdefault(key.value, (key, value))
+    known = {key.value for key, _ in own if isinstance(key, yaml.ScalarNode)}
+    return [pair for name, pair in merged.items() if name not in known] + own
+
+
+def _sources(value: Any) -> list[Any]:
+    """Return the mappings that a merge key names, of which the first one takes precedence."""
+    sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+    if not all(isinstance(source, yaml.MappingNode) for source in sources):
+        raise yaml.constructor.ConstructorError(None, None, "a merge key without a mapping", value.start_mark)
+    return sources
+
 
 def _convert(node: Any, budget: _Budget, depth: int = 0) -> Node:
-    budget.left -= 1
-    if budget.left < 0 or depth > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep")
+    budget.take(depth)
     span = Span(node.start_mark.index, node.end_mark.index) if node is not None else Span(0, 0)
     if isinstance(node, yaml.MappingNode):
-        return object_node([_member(key, value, budget, depth) for key, value in node.value], span)
+        return object_node([_member(key, value, budget, depth) for key, value in _pairs(node, budget, depth)], span)
     if isinstance(node, yaml.SequenceNode):
         items = tuple(_convert(item, budget, depth + 1) for item in node.value)
         return Node("array", [item.value for item in items], span, items=items)

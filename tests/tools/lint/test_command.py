@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -335,6 +336,32 @@ def test_fix_writes_the_file(lint: Run) -> None:
     assert path.read_bytes() == b'// mine\r\n{"zero_optimization": {"stage": 3}}'
 
 
+def test_fix_keeps_the_permissions_and_the_link(lint: Run) -> None:
+    path, link = save(BAD, "other.json"), Path("ds_config.json")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    assert lint("--fix", "ds_config.json")[0] == 1
+    assert link.is_symlink()
+    assert path.read_text() == BAD.replace("4", "3")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(Path().iterdir()) == [link, path]
+
+
+def test_a_failing_write_leaves_the_file_as_it_was(lint: Run) -> None:
+    """A limit on the size of files acts as a full disk does."""
+    path = save(BAD)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        code, _, err = lint("--fix")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert "File too large" in err
+    assert list(Path().iterdir()) == [path]
+    assert path.read_text() == BAD
+
+
 def test_a_file_without_corrections_is_not_touched(lint: Run) -> None:
     path = save("{}")
     path.chmod(0o444)
@@ -406,6 +433,15 @@ def test_output_file(lint: Run) -> None:
     code, out, _ = lint("--output-format", "json", "--output-file", "found.json")
     assert (code, out) == (1, "")
     assert [finding["code"] for finding in json.loads(Path("found.json").read_text())] == ["DSC401", "DSC101"]
+
+
+@pytest.mark.parametrize("output", ["ds_config.json", "../{here}/ds_config.json", "link.json"])
+def test_findings_are_not_written_over_a_configuration(lint: Run, output: str) -> None:
+    path = save(BAD)
+    Path("link.json").symlink_to(path)
+    code, out, err = lint("--fix", "--output-file", output.format(here=Path.cwd().name))
+    assert (code, out, path.read_text()) == (2, "", BAD)
+    assert "it is one of the linted configurations. Write another file." in err
 
 
 def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:

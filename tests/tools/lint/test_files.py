@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
@@ -252,6 +253,8 @@ def test_accelerate_with_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdefghijklmnop")]
 """Each line has twice as many values as the one before it."""
+MERGING = [f"  {b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in itertools.pairwise("abcdefghijklmnop")]
+"""Each line merges twice as many mappings as the one before it."""
 
 
 @pytest.mark.parametrize(
@@ -269,6 +272,9 @@ DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdef
         ("deepspeed_config: " + "[" * 50 + "]" * 50, "not YAML: more than"),
         ("deepspeed_config:\n" + "# \n" * 30000, "larger than 64 KiB"),
         ("deepspeed_config:\n  a: &a [1]\n" + "".join(DOUBLING), "not YAML: more than"),
+        ("deepspeed_config:\n  a: &a {k: 1}\n" + "".join(MERGING), "not YAML: more than"),
+        ("deepspeed_config: &a {<<: *a}\n", "not YAML: more than"),
+        ("deepspeed_config: {<<: [1]}\n", "not YAML: a merge key without a mapping"),
     ],
 )
 def test_unusable_yaml(tmp_path: Path, text: str, what: str) -> None:
@@ -301,6 +307,29 @@ def test_yaml_of_deepspeed(tmp_path: Path, name: str) -> None:
     assert node is not None
     assert source.document.locate(at(span=node.span)).start == (7, 10)
     assert (source.framework, source.world_size, source.document.fixable) == (None, None, False)
+
+
+MERGED = """common: &common {enabled: true, loss_scale: 128}
+other: &other {loss_scale: 0, hysteresis: 2}
+train_batch_size: 8
+fp16:
+  <<: [*common, *other]
+  enabled: false
+zero_optimization: {"<<": {stage: 1}}
+"""
+
+
+def test_merge_keys_of_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.yaml"
+    file.write_text(MERGED)
+    [source] = read(file)
+    document = source.document
+    assert document.data["fp16"] == yaml.safe_load(MERGED)["fp16"]
+    assert document.data["zero_optimization"] == {"<<": {"stage": 1}}
+    assert document.duplicates == 0
+    node = document.node("fp16", "loss_scale")
+    assert node is not None
+    assert document.locate(at(span=node.span)).start == (1, 45)
 
 
 UNUSED = "deepspeed_config: {}\ndistributed_type: MULTI_GPU\n"

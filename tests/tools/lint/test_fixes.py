@@ -27,6 +27,7 @@ LINES = """{
   "d": [3]
 }
 """
+COMMENTED = '{"a": {"b": 1 /* why */}}'
 INLINE = '{"a": 1, "b": {"c": 2}, "d": [3]}'
 HJSON = """# settings
 a: one
@@ -70,6 +71,9 @@ d: 3
         ("a: one\nb: 2 # c\n", lambda d: remove(d, ("b",)), "a: one\n# c\n"),
         ('{"a": 1, // x\n "b": 2}', lambda d: remove(d, ("b",)), '{"a": 1 // x\n }'),
         ('{\n"a": 1,\r\n"b": 2\r\n}', lambda d: remove(d, ("a",)), '{\n"b": 2\r\n}'),
+        ('{\r\n "a": 1\r\n}', lambda d: add(d, (), "b", 2), '{\r\n "a": 1,\r\n "b": 2\r\n}'),
+        ("a: one\r\n", lambda d: add(d, (), "b", 2), 'a: one\r\n"b": 2\r\n'),
+        (COMMENTED, lambda d: move(d, ("a",), ("d", "c")), COMMENTED.replace('"a"', '"d": {"c"').replace("}}", "}}}")),
         ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",), d.root.members[0]), '{"a": 2}'),
         ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",)), '{"a": 1}'),
     ],
@@ -87,10 +91,13 @@ def test_edits(text: str, work: Callable[[Document], Edits], result: str) -> Non
         lambda d: remove(d, ("d", 0)),
         lambda d: rename(d, ("x",), "y"),
         lambda d: replace(d, ("x",), 1),
+        lambda d: replace(parse('{"a": 1, "a": 2}'), ("a",), 3),
         lambda d: add(d, ("a",), "x", 1),
         lambda d: move(d, ("a",), ("b",)),
         lambda d: move(d, ("x",), ("y",)),
         lambda d: move(parse("{a: word\n}"), ("a",), ("b", "c")),
+        lambda d: move(parse('{"a": {"b": {"c": 1 /* why */}}}'), ("a", "b"), ("d", "b")),
+        lambda d: move(parse('{"a": {"b": /* why */ 1}}'), ("a", "b"), ("b",)),
     ],
 )
 def test_impossible_edits_are_empty(work: Callable[[Document], Edits]) -> None:

@@ -73,6 +73,11 @@ def test_comments_and_our_section_are_not_unknown_keys() -> None:
     assert [path for path, _ in unknown_keys(parse(text), strict=False)] == [("odd",)]
 
 
+def test_the_last_of_repeated_keys_counts() -> None:
+    document = parse('{"bf16": {"enabled": "true", "enabled": false}}')
+    assert [member.value.value for *_, member in known_values(document, strict=True)] == [False]
+
+
 def test_known_values_have_their_key() -> None:
     document = parse('{"zero_optimization": {"stage": 2}, "steps_per_print": 5}')
     assert [path for path, *_ in known_values(document, strict=True)] == [("zero_optimization", "stage")]

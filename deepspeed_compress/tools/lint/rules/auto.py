@@ -5,7 +5,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import BUCKETS, corrected, finding, hugging_face
+from deepspeed_compress.tools.lint.rules.common import BUCKETS, READ_RAW, corrected, finding, hugging_face
 from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
 _BY_BOTH: frozenset[Path] = frozenset(
@@ -63,7 +63,7 @@ def unresolved_auto(document: Document, context: Context) -> Findings:
     if not _meant_for_deepspeed(document, context):
         return
     paths = [path for path, _, member in known_values(document, strict=False) if member.value.value == AUTO]
-    for path in (*paths, *document.parameter_paths):
+    for path in (*paths, *document.parameter_paths, *READ_RAW):
         if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
             what = f'"auto" at {name(path)} is used as it is, because DeepSpeed fills in nothing (allowed: a value)'
             yield finding(path, what, "a value, or use Hugging Face")
@@ -84,7 +84,8 @@ def auto_means_default(document: Document, context: Context) -> Findings:
     Proof: ignores
     """
     for path, _, member in known_values(document, strict=True):
-        if member.value.value == AUTO and _meant_for_deepspeed(document, context) and path[1:2] != ("zenflow",):
+        fails = path in READ_RAW or path[1:2] == ("zenflow",)
+        if member.value.value == AUTO and _meant_for_deepspeed(document, context) and not fails:
             what = f'"auto" at {name(path)} means the default to DeepSpeed, as if the key were missing'
             yield finding(path, what, "a value, or remove the key", fix("Remove it", remove(document, path)))
 

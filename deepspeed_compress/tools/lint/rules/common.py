@@ -17,6 +17,9 @@ ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 """Keys of zero_optimization that Hugging Face computes from the hidden size of the model."""
 
+READ_RAW: frozenset[Path] = frozenset({("tensor_parallel", "autotp_size")})
+"""Keys of DeepSpeed's models that it also reads outside of them, where nothing is converted."""
+
 
 def finding(path: Path, what: str, instead: str, fix: Fix | None = None) -> Diagnostic:
     """Return a finding about the value at `path`. The remedy is to write `instead`."""

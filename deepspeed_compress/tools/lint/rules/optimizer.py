@@ -1,11 +1,11 @@
-"""Rules on the optimizer: its type and its parameters."""
+"""Rules on the optimizer: its type, and parameters that it does not have or ignores."""
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, move, remove
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import ONE_BIT, finding, key_finding, unknown_parameter, unknown_word
-from deepspeed_compress.tools.lint.values import means_auto, number, show
+from deepspeed_compress.tools.lint.values import means_auto, show
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
@@ -13,7 +13,7 @@ _FELT = 0.05
 """Weight decay from which its kind makes a difference. Examples have 3e-7 to 0.01."""
 
 
-def _known(document: Document) -> str | None:
+def known_optimizer(document: Document) -> str | None:
     """Return the entry of the key table for the optimizer: DeepSpeed's names in lower case, torch's as they are."""
     value = document.get(*_TYPE)
     if not isinstance(value, str):
@@ -34,14 +34,15 @@ def unknown_optimizer(document: Document, context: Context) -> Findings:
     """DeepSpeed does not know optimizer.type.
 
     DeepSpeed has its own optimizers, whose names may be in any case, and takes others from torch.optim by their exact
-    names (runtime/engine.py).
+    names (runtime/engine.py). A value that is no text fails, too.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW8", "params": {"lr": 0.0001}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: raises is not a supported DeepSpeed Optimizer
     """
     value = document.get(*_TYPE)
-    if isinstance(value, str) and value.lower() not in ONE_BIT and _known(document) is None:
+    removed = isinstance(value, str) and value.lower() in ONE_BIT
+    if value is not None and not removed and known_optimizer(document) is None:
         names = {name: None for name in keys().optimizers if "+" not in name}
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
         yield unknown_word(document, _TYPE, names, what, '"AdamW"')
@@ -71,7 +72,7 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "weight_decay": 0.01}}}
     Proof: raises unexpected keyword argument
     """
-    known = _known(document)
+    known = known_optimizer(document)
     names = keys().optimizers.get(known or "", frozenset())
     # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
     for key in document.params("optimizer") if names and known != "muon" else ():
@@ -157,44 +158,6 @@ def lamb_with_fixed_scale(document: Document, context: Context) -> Findings:
         yield finding(("fp16", "loss_scale"), what, "0")
 
 
-@rule("DSC505", "error")
-def betas_range(document: Document, context: Context) -> Findings:
-    """The betas are not two numbers from 0 to below 1.
-
-    DeepSpeed's own Adam does not check them (ops/adam/fused_adam.py), and training diverges or fails at its first step.
-    The optimizers of torch refuse them.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "betas": [0.9, 1.5]}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "betas": [0.9, 0.95]}}}
-    Proof: accepts the running means grow without bound
-    """
-    value = document.get(*_PARAMS, "betas")
-    if isinstance(value, list):
-        numbers = [beta for beta in map(number, value) if beta is not None and 0 <= beta < 1]
-        if not len(numbers) == len(value) == 2:
-            what = f"{show(value)} are not two numbers from 0 to below 1"
-            yield finding((*_PARAMS, "betas"), what, "[0.9, 0.999], for instance")
-
-
-_NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
-
-
-@rule("DSC506", "error")
-def negative_optimizer_parameter(document: Document, context: Context) -> Findings:
-    """A parameter of the optimizer is negative.
-
-    The optimizers of torch refuse negative rates. With DeepSpeed's own, the loss rises (ops/adam/fused_adam.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": -0.1}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    Proof: raises Invalid learning rate
-    """
-    for key in _NOT_NEGATIVE:
-        value = document.number(*_PARAMS, key)
-        if value is not None and value < 0:
-            yield finding((*_PARAMS, key), f"{show(value)} is negative (allowed: 0 or more)", show(-value))
-
-
 @rule("DSC507", "warning")
 def large_learning_rate(document: Document, context: Context) -> Findings:
     """The learning rate is so large that Adam or Lion diverges.
@@ -266,17 +229,45 @@ def fp32_states_overridden(document: Document, context: Context) -> Findings:
         yield finding(path, "true is overridden by bf16_optimizer_states", 'false, or "bf16_optimizer_states": false')
 
 
+_FUSED = ("adam", "adamw")
+"""Optimizers for which DeepSpeed takes FusedAdam."""
+
+
+def _legacy_fusion(document: Document) -> bool:
+    """Return True if legacy_fusion is on and the optimizer reads it: that of 16 bits around FusedAdam, without ZeRO."""
+    is_read = (document.fp16 or document.bf16) and document.stage == 0
+    return is_read and known_optimizer(document) in _FUSED and document.is_true("optimizer", "legacy_fusion")
+
+
 @rule("DSC512", "warning")
 def legacy_fusion_unused(document: Document, context: Context) -> Findings:
     """legacy_fusion has no effect.
 
-    Only the fp16 optimizer without ZeRO reads it, for fused Adam (runtime/engine.py).
+    Only the optimizer of fp16 and bf16 without ZeRO reads it, for fused Adam (runtime/engine.py), and fails with it.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}, "legacy_fusion": true}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: accepts the key has no effect
     """
-    used = document.fp16 and document.stage == 0 and document.optimizer in ("adam", "adamw")
-    if document.get("optimizer", "legacy_fusion") is True and not used:
-        what = "true has an effect only with fp16, Adam, and without ZeRO"
-        yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key")
+    open_yet = document.left_open or document.stage is None
+    if document.get("optimizer", "legacy_fusion") is True and not _legacy_fusion(document) and not open_yet:
+        yield finding(("optimizer", "legacy_fusion"), "true has no effect here", "nothing: remove the key")
+
+
+@rule("DSC516", "error")
+def legacy_fusion_fails(document: Document, context: Context) -> Findings:
+    """legacy_fusion is true with Adam in 16 bits, without ZeRO.
+
+    The optimizer then passes arguments that FusedAdam no longer takes (ops/adam/fused_adam.py), and the first step
+    fails.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}, "legacy_fusion": true}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
+    Proof: accepts the first step ends with RuntimeError
+    """
+    if _legacy_fusion(document):
+        what = "true makes the first step fail (allowed: false)"
+        correction = fix("Remove it", remove(document, ("optimizer", "legacy_fusion")))
+        yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key", correction)

@@ -1,5 +1,8 @@
 """Rules on precision: dtypes of parameters, gradients and master weights."""
 
+from collections.abc import Iterator
+
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import ZERO, finding
@@ -104,14 +107,23 @@ def unknown_dtype(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
     Proof: raises is not a valid DtypeEnum
     """
-    for path in (*(("data_types", f"{what}_dtype") for what in ("grad_accum", "param", "buffer")), _AUTOCAST):
+    for path in _dtypes_read(document):
         value = document.get(*path)
-        if isinstance(value, str) and value != AUTO and value not in _DTYPES:
+        if not isinstance(value, str) or (value != AUTO and value not in _DTYPES):
             what = f"{show(value)} is not a number format that DeepSpeed knows (allowed: fp32, fp16, bf16)"
             yield finding(path, what, '"bf16", "fp16" or "fp32"')
 
 
 _AUTOCAST = ("torch_autocast", "dtype")
+
+
+def _dtypes_read(document: Document) -> Iterator[Path]:
+    """Yield the paths of dtypes that DeepSpeed looks up. The one of buffers is used only if the model is cast."""
+    if document.has(*_AUTOCAST):
+        yield _AUTOCAST
+    for key in ("grad_accum_dtype", "param_dtype", *(["buffer_dtype"] if document.fp16 or document.bf16 else [])):
+        if document.get("data_types", key) is not None:
+            yield ("data_types", key)
 
 
 @rule("DSC305", "error")

@@ -18,8 +18,8 @@ def loss_scale_range(document: Document, context: Context) -> Findings:
     Proof: raises loss_scale must be
     """
     value = document.get("fp16", "loss_scale")
-    negative = number(value) is not None and (number(value) or 0) < 0
-    if isinstance(value, bool) or negative:
+    found = number(value)
+    if isinstance(value, bool) or (found is not None and found < 0):
         what = f"{show(value)} is not a loss scale (allowed: 0 for a dynamic one, or a positive number)"
         yield finding(("fp16", "loss_scale"), what, "0")
 

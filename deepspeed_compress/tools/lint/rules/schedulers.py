@@ -9,24 +9,25 @@ from deepspeed_compress.tools.lint.rules.common import finding, key_finding, unk
 from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
 
 _TYPE = ("scheduler", "type")
-_PARAMS = ("scheduler", "params")
-_WARMUPS = frozenset({"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
-_OWN = _WARMUPS | {"LRRangeTest", "OneCycle"}
+PARAMS = ("scheduler", "params")
+WARMUPS = frozenset({"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
+_OWN = WARMUPS | {"LRRangeTest", "OneCycle"}
 _TYPES = ("log", "linear")
 
 
-def _name(document: Document) -> str:
+def scheduler_name(document: Document) -> str:
     """Return the scheduler's type, or an empty string."""
     return document.string(*_TYPE)
 
 
-def _value(document: Document, key: str) -> float | None:
-    return document.number(*_PARAMS, key)
+def parameter(document: Document, key: str) -> float | None:
+    """Return a parameter of the scheduler that is a finite number, or None."""
+    return document.number(*PARAMS, key)
 
 
 def _runs(document: Document) -> bool:
     """Return True if the scheduler's type is known."""
-    return _name(document) in keys().schedulers
+    return scheduler_name(document) in keys().schedulers
 
 
 @rule("DSC520", "error")
@@ -41,9 +42,9 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
     Proof: raises does not recognize LR scheduler
     """
-    name = _name(document)
-    if name and name not in keys().schedulers:
-        what = f"{show(name)} is neither a scheduler of DeepSpeed nor of torch"
+    value = document.get(*_TYPE)
+    if value is not None and not _runs(document):
+        what = f"{show(value)} is neither a scheduler of DeepSpeed nor of torch"
         yield unknown_word(document, _TYPE, keys().schedulers, what, '"WarmupLR"')
 
 
@@ -75,7 +76,7 @@ def scheduler_without_params(document: Document, context: Context) -> Findings:
         "scheduler": {"type": "WarmupLR", "params": {}}}
     Proof: raises argument after \*\* must be a mapping
     """
-    if _runs(document) and document.get(*_PARAMS) is None:
+    if _runs(document) and document.get(*PARAMS) is None:
         yield finding(_TYPE, 'a scheduler without "params" fails', '"params": {} as well')
 
 
@@ -91,11 +92,11 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
     Proof: raises unexpected keyword argument
     """
-    known = keys().schedulers.get(_name(document), {})
+    known = keys().schedulers.get(scheduler_name(document), {})
     for key in document.params("scheduler") if known else ():
         if key not in known:
-            what = f'"{key}" is not a parameter of {_name(document)}'
-            yield unknown_parameter(document, (*_PARAMS, key), known, what)
+            what = f'"{key}" is not a parameter of {scheduler_name(document)}'
+            yield unknown_parameter(document, (*PARAMS, key), known, what)
 
 
 @rule("DSC524", "error")
@@ -111,52 +112,13 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100, "total_num_steps": 1000}}}
     Proof: raises missing 1 required positional argument
     """
-    known, given = keys().schedulers.get(_name(document), {}), document.params("scheduler")
+    known, given = keys().schedulers.get(scheduler_name(document), {}), document.params("scheduler")
     # A misspelled name is reported as such.
     meant = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():
-        if required and key not in given and key not in meant and document.get(*_PARAMS) is not None:
-            yield finding((*_PARAMS, key), f'"{key}" is missing, which {_name(document)} needs', f'"{key}" into params')
-
-
-@rule("DSC525", "error")
-def warmup_not_positive(document: Document, context: Context) -> Findings:
-    """warmup_num_steps is not a positive whole number.
-
-    Checked by the scheduler (runtime/lr_schedules.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}}
-    Proof: raises warmup_num_steps must be a positive integer
-    """
-    steps = _value(document, "warmup_num_steps")
-    if _name(document) in _WARMUPS and steps is not None and (steps <= 0 or steps != int(steps)):
-        what = f"{show(steps)} is refused (allowed: whole numbers from 1)"
-        yield finding((*_PARAMS, "warmup_num_steps"), what, "1 for no warm-up")
-
-
-@rule("DSC526", "warning")
-def warmup_exceeds_total(document: Document, context: Context) -> Findings:
-    """The warm-up is longer than the whole training.
-
-    The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 by default.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 200, "total_num_steps": 100}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
-    Proof: warns is less than warmup_num_steps
-    """
-    total = _value(document, "total_num_steps")
-    warmup = document.number(*_PARAMS, "warmup_num_steps", default=1000.0)
-    if _name(document) in _WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
-        given = "" if document.has(*_PARAMS, "warmup_num_steps") else ", its default"
-        what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
-        yield finding((*_PARAMS, "total_num_steps"), what, f"more than {int(warmup)}, or fewer steps of warm-up")
+        if required and key not in given and key not in meant and document.get(*PARAMS) is not None:
+            what = f'"{key}" is missing, which {scheduler_name(document)} needs'
+            yield finding((*PARAMS, key), what, f'"{key}" into params')
 
 
 @rule("DSC527", "warning")
@@ -171,10 +133,10 @@ def unknown_warmup_type(document: Document, context: Context) -> Findings:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}}}
     Proof: warns Using unknown warmup_type
     """
-    value = document.get(*_PARAMS, "warmup_type", default="log")
-    if _name(document) in _WARMUPS and value not in (*_TYPES, AUTO):
+    value = document.get(*PARAMS, "warmup_type", default="log")
+    if scheduler_name(document) in WARMUPS and value not in (*_TYPES, AUTO):
         what = f"{show(value)} is taken for log (allowed: log, linear)"
-        yield finding((*_PARAMS, "warmup_type"), what, '"linear" or "log"')
+        yield finding((*PARAMS, "warmup_type"), what, '"linear" or "log"')
 
 
 @rule("DSC528", "warning")
@@ -191,12 +153,12 @@ def decay_at_default_rate(document: Document, context: Context) -> Findings:
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
     Proof: accepts the learning rate is ten times the one of the optimizer
     """
-    rate, key = document.number("optimizer", "params", "lr"), _DEFAULTED.get(_name(document), "")
-    missing = not document.has(*_PARAMS, key) and document.get(*_PARAMS) is not None
+    rate, key = document.number("optimizer", "params", "lr"), _DEFAULTED.get(scheduler_name(document), "")
+    missing = not document.has(*PARAMS, key) and document.get(*PARAMS) is not None
     if key and missing and rate != 0.001:
         asked = f"the optimizer's {show(rate)}" if rate is not None else "that of the optimizer"
-        what = f"{_name(document)} without {key} trains at 0.001, not at {asked}"
-        yield finding((*_PARAMS, key), what, f'"{key}": {show(rate) if rate is not None else "..."}')
+        what = f"{scheduler_name(document)} without {key} trains at 0.001, not at {asked}"
+        yield finding((*PARAMS, key), what, f'"{key}": {show(rate) if rate is not None else "..."}')
 
 
 _DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
@@ -217,12 +179,12 @@ def scheduler_replaces_rate(document: Document, context: Context) -> Findings:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
     Proof: accepts the learning rate of the optimizer has no effect
     """
-    rate, given = document.number("optimizer", "params", "lr"), _RATES.get(_name(document), ())
-    own = [(key, value) for key in given for value in _numbers(document.get(*_PARAMS, key))]
+    rate, given = document.number("optimizer", "params", "lr"), _RATES.get(scheduler_name(document), ())
+    own = [(key, value) for key in given for value in _numbers(document.get(*PARAMS, key))]
     if rate is not None and own and own[-1][0] == given[-1] and rate not in [value for _, value in own]:
         key, value = own[-1]
         what = f"{show(value)} replaces the optimizer's learning rate {show(rate)}"
-        yield finding((*_PARAMS, key), what, f"{show(rate)}, or the same number in both places")
+        yield finding((*PARAMS, key), what, f"{show(rate)}, or the same number in both places")
 
 
 _RATES: Mapping[str, tuple[str, ...]] = {
@@ -256,10 +218,10 @@ def falling_warmup(document: Document, context: Context) -> Findings:
         "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
     Proof: accepts the learning rate falls where it should rise
     """
-    low, high = _value(document, "warmup_min_lr"), _value(document, "warmup_max_lr")
-    if _name(document) in _WARMUPS and low is not None and high is not None and low > high:
+    low, high = parameter(document, "warmup_min_lr"), parameter(document, "warmup_max_lr")
+    if scheduler_name(document) in WARMUPS and low is not None and high is not None and low > high:
         what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
-        yield finding((*_PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
+        yield finding((*PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
 
 
 @rule("DSC531", "info")
@@ -283,28 +245,6 @@ def scheduler_without_optimizer(document: Document, context: Context) -> Finding
         yield key_finding(("scheduler",), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
 
 
-@rule("DSC532", "error")
-def no_steps_to_decay(document: Document, context: Context) -> Findings:
-    """total_num_steps is 0.
-
-    The rate is multiplied by the fraction of the steps that remain (runtime/lr_schedules.py), which is zero. Hugging
-    Face compares the number with its own and stops.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 0}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
-    Proof: accepts nothing is learned after the warm-up
-    """
-    total = _value(document, "total_num_steps")
-    if _name(document) in _WARMUPS and total is not None and total <= 0:
-        what = f"{show(total)} steps: the rate falls to its minimum as soon as the warm-up ends"
-        instead = 'the number of steps of the run, or "auto" with Hugging Face'
-        yield finding((*_PARAMS, "total_num_steps"), what, instead)
-
-
 @rule("DSC533", "error")
 def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
     """A scheduler of torch is used with ZeRO, fp16 or bf16.
@@ -318,7 +258,8 @@ def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
     Proof: raises is not an Optimizer
     """
     wrapped = document.stage in (1, 2, 3) or document.fp16 or document.bf16
-    if _runs(document) and _name(document) not in _OWN and wrapped:
-        what = f"{show(_name(document))} is a scheduler of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
+    if _runs(document) and scheduler_name(document) not in _OWN and wrapped:
+        name = show(scheduler_name(document))
+        what = f"{name} is a scheduler of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
         instead = f"one of {listed(sorted(_OWN))}, or make it in the program"
         yield finding(_TYPE, what, instead)

@@ -71,7 +71,8 @@ def datastates_present(document: Document, context: Context) -> Findings:
     Proof: raises Please install DataStates
     """
     value = document.get("datastates_ckpt", default=False)
-    if value is None or (isinstance(value, dict) and value.get("enabled") is False):
+    wanted = value.get("enabled", bool(value)) if isinstance(value, dict) else value
+    if value is not False and truth(wanted) is not True:
         what = f"{show(value)} turns DataStates on, as everything except false does"
         yield finding(("datastates_ckpt",), what, "nothing: remove the key to turn it off")
 
@@ -139,11 +140,12 @@ def tag_validation(document: Document, context: Context) -> Findings:
 
 @rule("DSC811", "error")
 def checkpoint_writer(document: Document, context: Context) -> Findings:
-    """DeepSpeed does not know the kind of checkpoint writer.
+    """A checkpoint writer is unknown, or lacks data_parallel.
 
-    Checked when the configuration is read (runtime/model_checkpointing/config.py).
+    Its type is checked when the configuration is read (runtime/model_checkpointing/config.py). Below stage 3, the ranks
+    share the work of writing as data_parallel says, and fail without it (runtime/model_checkpointing/utils.py).
 
-    Wrong: {"train_batch_size": 8, "checkpoint": {"writer": {"type": "quick"}}}
+    Wrong: {"train_batch_size": 8, "checkpoint": {"writer": {"type": "quick", "data_parallel": "replica"}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3}, "checkpoint": {"writer": {"type": "python"}}}
     Proof: raises contains invalid value QUICK for type
@@ -153,6 +155,10 @@ def checkpoint_writer(document: Document, context: Context) -> Findings:
         if value is not None and not (isinstance(value, str) and value.upper() in allowed):
             what = f"{show(value)} is not known (allowed: {listed(allowed)})"
             yield finding(("checkpoint", "writer", key), what, f'"{allowed[-1]}"')
+    path = ("checkpoint", "writer", "data_parallel")
+    if isinstance(document.get(*path[:-1]), dict) and document.get(*path) is None and document.stage in (0, 1, 2):
+        what = f"a checkpoint writer without data_parallel fails with stage {document.stage}"
+        yield finding(path, what, '"data_parallel": "replica" as well')
 
 
 @rule("DSC812", "error")

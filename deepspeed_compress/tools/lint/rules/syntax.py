@@ -1,5 +1,6 @@
 """Rules on syntax that cannot be read, or that only some programs can read."""
 
+import re
 from collections.abc import Sequence
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, at_key, write
@@ -137,7 +138,23 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Findings
         text = document.text[extension.span.start : extension.span.end]
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
             what = f"without quotes the value is the rest of the line: {show(text)} (allowed: a string in quotes)"
-            yield Diagnostic(at(span=extension.span), what, write(f'"{text.split(",")[0].strip()}" in quotes'))
+            yield Diagnostic(at(span=extension.span), what, write(_meant(text)))
+
+
+_END_OF_VALUE = re.compile(r"[,}\]#;]|//")
+_LITERALS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "a finite number"),
+}
+"""Literals of Python and JavaScript, with what to write instead."""
+
+
+def _meant(text: str) -> str:
+    """Return what to write instead of an unquoted string that includes the end of its line."""
+    word = _END_OF_VALUE.split(text, maxsplit=1)[0].strip()
+    return _LITERALS.get(word, f'"{word}" in quotes')
 
 
 @rule("DSC006", "info")

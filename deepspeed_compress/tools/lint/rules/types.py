@@ -1,19 +1,18 @@
 """Rules on types: values that are refused, silently converted, or misinterpreted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from deepspeed_compress.diagnostics import Path
+from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.keys import Key, keys, known_values
+from deepspeed_compress.tools.lint.keys import Key, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding
-from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, truth
+from deepspeed_compress.tools.lint.rules.common import READ_RAW, ZERO, corrected, finding, key_finding
+from deepspeed_compress.tools.lint.rules.numbers import not_numbers
+from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, text_number, truth
 
 _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
-# Kinds that have their own rules.
-_SECTIONS = frozenset({"object"})
 _STAGE: Path = (ZERO, "stage")
 
 
@@ -24,7 +23,7 @@ def _kind(member: Member) -> str:
     return _JSON_KINDS[node.kind]
 
 
-def _misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, Member]]:
+def misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, Member]]:
     """Yield known keys whose value is not of the expected kind. "auto" is left to other rules."""
     for path, key, member in known_values(document, strict=strict):
         expected = {*key.kinds, *(("integer",) if "number" in key.kinds else ())}
@@ -38,14 +37,12 @@ def _boolean_text(path: Path, key: Key, member: Member) -> bool | None:
     return truth(member.value.value) if is_text else None
 
 
-def _numeric_text(value: object) -> float | None:
-    """Return the number that a string stands for, or None."""
-    if not isinstance(value, str) or len(value) > 40:
+def _meant_number(key: Key, member: Member) -> float | None:
+    """Return the number that a string in place of a number stands for, or None."""
+    value = member.value.value
+    if member.value.kind != "string" or not _NUMERIC & {*key.kinds}:
         return None
-    try:
-        return number(integer(value) if integer(value) is not None else float(value))
-    except ValueError:
-        return None
+    return text_number(value) if "number" in key.kinds else integer(value)
 
 
 @rule("DSC010", "warning")
@@ -59,7 +56,7 @@ def string_boolean(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
     Proof: accepts other readers of the file may take the text for false
     """
-    for path, key, member in _misfits(document, strict=True):
+    for path, key, member in misfits(document, strict=True):
         meant = _boolean_text(path, key, member)
         # The Trainer refuses these, which another rule reports.
         compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
@@ -79,7 +76,7 @@ def truthy_string(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "prescale_gradients": false}
     Proof: accepts gradients are scaled before they are reduced, although the file says false
     """
-    for path, key, member in _misfits(document, strict=False):
+    for path, key, member in misfits(document, strict=False):
         if "boolean" in key.kinds and member.value.kind == "string" and path[-1] != "pipeline_stage":
             meant = truth(member.value.value)
             what = f"{show(member.value.value)} is text, and any text counts as true (allowed: true, false)"
@@ -100,9 +97,9 @@ def numeric_string(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000}}
     Proof: accepts other readers of the file get text
     """
-    for path, key, member in _misfits(document, strict=True):
-        meant = integer(member.value.value) if "number" not in key.kinds else _numeric_text(member.value.value)
-        if member.value.kind == "string" and _NUMERIC & {*key.kinds} and meant is not None and not key.choices:
+    for path, key, member in misfits(document, strict=True):
+        meant = _meant_number(key, member)
+        if meant is not None and not key.choices and path not in READ_RAW:
             what = f"{show(member.value.value)} is text (allowed: a number)"
             yield corrected(document, path, what, meant, "Write a number")
 
@@ -112,15 +109,16 @@ def numeric_string_untyped(document: Document, context: Context) -> Findings:
     """A number is written as text, in a section that does not convert it.
 
     Outside of its models, DeepSpeed calculates with values without converting them (runtime/config.py). A learning rate
-    in quotes fails at the first step.
+    in quotes fails at the first step. tensor_parallel.autotp_size is compared before its model converts it
+    (deepspeed/__init__.py).
 
     Wrong: {"train_batch_size": 8, "gradient_accumulation_steps": "4"}
     Right: {"train_batch_size": 8, "gradient_accumulation_steps": 4}
     Proof: raises TypeError
     """
-    texts = [path for path, key, _ in _misfits(document, strict=False) if _NUMERIC & {*key.kinds}]
-    for path in (*texts, *document.parameter_paths):
-        meant = _numeric_text(document.get(*path))
+    texts = [path for path, key, _ in misfits(document, strict=False) if _NUMERIC & {*key.kinds}]
+    for path in (*texts, *document.parameter_paths, *READ_RAW):
+        meant = text_number(document.get(*path))
         if meant is not None:
             what = f"{show(document.get(*path))} is text, with which DeepSpeed cannot calculate (allowed: a number)"
             yield corrected(document, path, what, meant, "Write a number")
@@ -139,7 +137,7 @@ def fractional_integer(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 15099494}}
     Proof: raises int_from_float
     """
-    for path, key, member in _misfits(document, strict=True):
+    for path, key, member in misfits(document, strict=True):
         if member.value.kind == "number" and "integer" in key.kinds and _kind(member) == "number" and path != _STAGE:
             what = f"{show(member.value.value)} is a fraction (allowed: whole numbers)"
             found = number(member.value.value)
@@ -150,91 +148,32 @@ def fractional_integer(document: Document, context: Context) -> Findings:
 def wrong_type(document: Document, context: Context) -> Findings:
     """A value has a type that DeepSpeed refuses.
 
-    DeepSpeed's models (runtime/config_utils.py) validate all their values at the start.
+    DeepSpeed's models (runtime/config_utils.py) validate all their values at the start. Elsewhere, DeepSpeed calculates
+    with numbers without a check (runtime/config.py), which fails at the start or at the first step.
 
     Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": "all_reduce"}}
     Right: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": ["all_reduce"]}}
     Proof: raises list_type
     """
-    for path, key, member in _misfits(document, strict=True):
-        if not (_SECTIONS & {*key.kinds} or path == _STAGE or _has_own_rule(path, key, member)):
-            what = f"{show(member.value.value)} has the wrong type (allowed: {' or '.join(key.kinds)})"
-            yield finding(path, what, f"a value of type {' or '.join(key.kinds)}")
+    for path, key, member in misfits(document, strict=True):
+        if not ("object" in key.kinds or path == _STAGE or _has_own_rule(path, key, member)):
+            yield _wrong_type(document, path, key.kinds)
+    for path, kinds in not_numbers(document):
+        yield _wrong_type(document, path, kinds)
+
+
+def _wrong_type(document: Document, path: Path, kinds: Sequence[str]) -> Diagnostic:
+    what = f"{show(document.get(*path))} has the wrong type (allowed: {' or '.join(kinds)})"
+    return finding(path, what, f"a value of type {' or '.join(kinds)}")
 
 
 def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
     value, kind = member.value.value, member.value.kind
     if kind == "string":
-        meant = _numeric_text(value) if "number" in key.kinds else integer(value)
-        return _boolean_text(path, key, member) is not None or bool(_NUMERIC & {*key.kinds} and meant is not None)
+        return _meant_number(key, member) is not None or _boolean_text(path, key, member) is not None
     boolean_number = kind == "number" and "boolean" in key.kinds and value in (0, 1)
     # True and false count as 1 and 0 if a number is expected, except in fp16, which has its own rule.
     return boolean_number or (kind in ("bool", "number") and bool(_NUMERIC & {*key.kinds}))
-
-
-@rule("DSC018", "error")
-def not_a_section(document: Document, context: Context) -> Findings:
-    """A section is expected, and the value is not an object.
-
-    DeepSpeed unpacks sections without a check (runtime/precision_config.py) and fails with a message about `**`. Its
-    models refuse other values for offload_optimizer, offload_param and others (runtime/zero/config.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "fp16": true}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "fp16": {"enabled": true}}
-    Proof: raises must be a mapping
-    """
-    for path, member in (*_plain_values(document), *_automatic_sections(document, context)):
-        if (path, member.value.kind) not in _ACCEPTED and path not in _NEVER_READ:
-            what = f"{show(member.value.value)} is not an object (allowed: an object)"
-            meant = _in_full(path, member.value.value)
-            instead = f'{{}} for the defaults, or leave "{path[-1]}" out' if meant is None else show(meant)
-            correction = None if meant is None else fix("Write an object", replace(document, path, meant), safe=False)
-            yield finding(path, what, instead, correction)
-
-
-_ACCEPTED: frozenset[tuple[Path, str]] = frozenset(
-    {
-        ((ZERO,), "bool"),  # has its own rule
-        (("bf16",), "null"),
-        (("aio",), "null"),
-        (("optimizer", "params"), "null"),
-    }
-)
-"""Sections for which DeepSpeed accepts a plain value, with the kind of that value."""
-_NEVER_READ: frozenset[Path] = frozenset({("inference",), ("msamp",)})
-_MEANT_KEYS = {
-    ZERO: "stage",
-    "optimizer": "type",
-    "scheduler": "type",
-    "offload_optimizer": "device",
-    "offload_param": "device",
-}
-"""Keys that a plain value in place of a section is probably meant for, by section."""
-
-
-def _plain_values(document: Document) -> Iterator[tuple[Path, Member]]:
-    for strict in (True, False):
-        for path, key, member in _misfits(document, strict=strict):
-            if "object" in key.kinds and {*key.kinds} <= {"object", "null"}:
-                yield path, member
-
-
-def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[Path, Member]]:
-    """Yield sections that are "auto" if nothing drops the value. With a framework, DSC700 and DSC702 report them."""
-    if context.framework in (None, "lightning"):
-        for path, key, member in known_values(document, strict=False):
-            if key.kinds == ("object",) and means_auto(member.value.value) and path in keys().sections:
-                yield path, member
-
-
-def _in_full(path: Path, value: object) -> dict[str, object] | None:
-    """Return the section that a plain value probably stands for, or None."""
-    key = _MEANT_KEYS.get(str(path[-1]))
-    if isinstance(value, bool):
-        has_switch = any(section.path == path and "enabled" in section.keys for section in keys().sections.values())
-        return {"enabled": value} if has_switch else {"device": "cpu"} if key == "device" and value else None
-    plain = isinstance(value, str | int) and not means_auto(value)
-    return {key: value} if key is not None and plain else None
 
 
 def _outside(value: float, limits: dict[str, float]) -> bool:
