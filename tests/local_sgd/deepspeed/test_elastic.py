@@ -4,15 +4,18 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress.checkpointing.completeness import read_lists
+from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError, StateError
 from deepspeed_compress.local_sgd import shared_anchor
 from deepspeed_compress.local_sgd.coordinator.client import status
@@ -526,6 +529,18 @@ def counted(rank: int, job: Job, directory: str, load: bool) -> int:
     kept = int(engine.global_samples) - engine.compression.islands.exchange.describe()["samples"]
     engine.destroy()
     return kept
+
+
+def patience(rank: int) -> timedelta:
+    """Return how long the ranks of an island wait for the first one."""
+    dist.init_process_group("gloo")
+    settings = Islands.model_validate(elastic_section("localhost:1", give_up="12 h")["islands"])
+    group = elastic._make_group(settings)
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_ranks_wait_for_the_first_one_longer_than_it_waits_for_others() -> None:
+    assert min(run_forks(2, patience)) > timedelta(hours=12)
 
 
 def test_samples_since_the_last_exchange_survive_a_resume(tmp_path: Path) -> None:
