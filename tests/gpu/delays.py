@@ -59,7 +59,7 @@ def late_streams(engine: Any, stage: int, seed: int) -> Iterator[None]:
     with (
         _before(Link, "start", pause),
         _before(Link, "all_gather", pause),
-        _before(PendingExchange, "wait_for", pause),
+        _before(PendingExchange, "receive", pause),
     ):
         yield
     for hook in hooks:
