@@ -48,10 +48,9 @@ class PendingExchange:
     sends: Sequence[Waiting] = ()
 
     def receive(self) -> None:
-        """Wait until all messages have arrived."""
-        for work in self.receives:
-            work.wait()
-        self.receives.clear()
+        """Wait until all messages have arrived. Each handle is waited for once, even if that fails."""
+        while self.receives:
+            self.receives.pop(0).wait()
 
     def finish(self) -> None:
         """Wait until all messages have arrived and the buffers that were sent may change."""

@@ -220,8 +220,8 @@ class _Files(Participant):
         """Have `restore` restore the exchange state. Without it, all islands start with the weights of the first one.
 
         Raises:
-            StateError: it cannot be restored, and `on_missing_state` is "error". Islands that train on all the same
-                start alike.
+            StateError: it cannot be restored, and `on_missing_state` is "error". A program that catches the error
+                continues from the weights of the first island.
         """
         reset = "islands start from the weights of the first one"
         try:

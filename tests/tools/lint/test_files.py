@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]  # PyYAML ships no types
 
 from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
