@@ -92,7 +92,7 @@ def _elastic_problems(islands: Islands) -> Iterator[Diagnostic]:
         yield problem(("islands", "elastic", "minimum"), what, "nothing: remove minimum, or parameter_server")
     if elastic is not None and elastic.parameter_server is not None and islands.second_moments is not None:
         what = "need exchanges in rounds, which asynchronous islands do not have (allowed with parameter_server: null)"
-        yield problem(("islands", "second_moments"), what, "nothing: remove second_moments, or parameter_server")
+        yield problem(("islands", "second_moments"), what, "null, or remove parameter_server")
 
 
 _WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedlamb", "nadam", "radam", "muon"})
@@ -113,7 +113,7 @@ def find_island_mismatches(
     kind = value_at(ds_config, ("optimizer", "type"))
     if islands.second_moments is not None and isinstance(kind, str) and kind.lower() not in _WITH_SECOND_MOMENTS:
         what = f"has no effect with optimizer {show(kind)}, which has no second moments (allowed: null)"
-        yield problem(("islands", "second_moments"), what, 'nothing: remove the key, or write "type": "AdamW"')
+        yield problem(("islands", "second_moments"), what, 'null, or use "type": "AdamW"')
     yield from _missing_master_weights(ds_config, STAGE.effective(ds_config, parallelism))
     tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:

@@ -71,24 +71,27 @@ _SPARSE = TopKGradients(
     values=BlockwiseConfig(bits=2),
     error_feedback=ErrorFeedbackConfig(decay=0.95),
 )
+_SHORT = Outer(optimizer="nesterov", lr=0.7, momentum=0.5)
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "local_sgd": {"sync_every": 10, "exchange": _INT4},
     "diloco": {"sync_every": 30, "exchange": _INT4, "outer": Outer(optimizer="nesterov", lr=0.7)},
     "sparseloco": {"sync_every": 30, "exchange": _SPARSE},
+    "adam": {"sync_every": 30, "exchange": _INT4, "outer": _SHORT, "second_moments": SecondMoments(block_size=1)},
+    "muon": {"sync_every": 30, "exchange": _INT4, "outer": _SHORT},
 }
 """Values that each preset sets unless the file does.
 
 Local SGD with averaging: Stich, arXiv:1805.09767. DiLoCo: Douillard et al., arXiv:2311.08105, section 2. SparseLoCo:
-Sarfi et al., arXiv:2508.15706, section 3.
+Sarfi et al., arXiv:2508.15706, section 3. `adam` and `muon` lost least in docs/results.md with these inner optimizers.
 """
 
 
 class Islands(Model):
     """Groups of ranks that train independently and exchange their weight changes every `sync_every` steps."""
 
-    preset: Literal["local_sgd", "diloco", "sparseloco"] | None = None
-    """Named set of values for the keys that are not written: local SGD, DiLoCo or SparseLoCo; null uses the
-    defaults."""
+    preset: Literal["local_sgd", "diloco", "sparseloco", "adam", "muon"] | None = None
+    """Named set of values for the keys that are not written: a published algorithm, or the best measured settings for
+    Adam or Muon inside; null uses the defaults."""
     size: int | None = Field(default=None, ge=1)
     """Number of consecutive data-parallel ranks of the job in an island; null with `by_host` or `elastic`."""
     by_host: bool = False

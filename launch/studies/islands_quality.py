@@ -173,13 +173,15 @@ def file_of(options: argparse.Namespace, name: str, seed: int) -> Path:
 
 
 def table(curves: Mapping[tuple[str, int], Curve]) -> Table:
-    """Return the table of last losses: means over seeds, and relative to the synchronous runs with the same seeds."""
+    """Return the table of last losses: means over seeds, and relative to an exchange in every step.
+
+    A run is compared with the synchronous run of the same seed and optimizer.
+    """
     shown = Table("exchanges", "seeds", "held-out loss", "of synchronous")
     for name in dict.fromkeys(name for name, _ in curves):
         losses = {seed: curve.held_out[-1][1] for (one, seed), curve in curves.items() if one == name}
-        ratios = [
-            losses[seed] / curves[SYNCHRONOUS, seed].held_out[-1][1] for seed in losses if (SYNCHRONOUS, seed) in curves
-        ]
+        against = f"{SYNCHRONOUS}{INSIDE}" if name.endswith(INSIDE) else SYNCHRONOUS
+        ratios = [losses[seed] / curves[against, seed].held_out[-1][1] for seed in losses if (against, seed) in curves]
         ratio = f"{100 * (statistics.fmean(ratios) - 1):+.2f} %" if ratios else "-"
         shown.add_row(name, str(len(losses)), f"{statistics.fmean(losses.values()):.4f}", ratio)
     return shown

@@ -15,7 +15,7 @@ from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION, CompressConfig, ErrorFeedbackConfig, expand, parse_section
 from deepspeed_compress.config import methods as m
 from deepspeed_compress.config import places as p
-from deepspeed_compress.config.islands import PRESETS
+from deepspeed_compress.config.islands import PRESETS, Outer
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError
@@ -359,6 +359,17 @@ def test_written_keys_override_only_themselves_in_a_preset() -> None:
     own = {"size": 1, "preset": "sparseloco", "exchange": {"method": "topk", "values": {"bits": 4}}}
     values = parse_section({SECTION: {"islands": own}}).islands.exchange.values
     assert values.bits == 4
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("adam", 1), ("muon", None)])
+def test_presets_of_an_inner_optimizer_are_the_measured_settings(name: str, block_size: int | None) -> None:
+    islands = parse_section({SECTION: {"islands": {"size": 1, "preset": name}}}).islands
+    assert islands is not None
+    assert islands.outer == Outer(optimizer="nesterov", lr=0.7, momentum=0.5)
+    assert (islands.second_moments and islands.second_moments.block_size) == block_size
+    without = parse_section({SECTION: {"islands": {"size": 1, "preset": name, "second_moments": None}}}).islands
+    assert without is not None
+    assert without.second_moments is None
 
 
 SURROGATE = "\ud800x"
