@@ -58,8 +58,10 @@ TABLE = {
     "compression.feedback": allow(
         "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
+    "compression.residual_stores": allow("compression.residuals", ""),
     "compression.state": allow(
-        "errors compression.layouts compression.residuals compression.transforms", "torch safetensors"
+        "errors compression.layouts compression.residual_stores compression.residuals compression.transforms",
+        "torch safetensors",
     ),
     "collectives": allow(
         "monitor compression.codec compression.compressors.base compression.feedback compression.kernels "

@@ -29,7 +29,7 @@ from deepspeed_compress.collectives.reducer import Reducer, Run
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Cast
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import MethodConfig, PowerSGDGradients
 from deepspeed_compress.config.overrides import Override, OverrideConfig
 from deepspeed_compress.config.places import AnyCompressedGradients, DGCGradients, LayeredGradients, NodeConfig

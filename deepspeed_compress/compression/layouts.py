@@ -1,6 +1,6 @@
 """Layouts: the elements of parameters that make up a message, in order, and the overlaps of two layouts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from deepspeed_compress.compression.segments import Segment
 
@@ -53,3 +53,38 @@ def cuts(home: Layout, layout: Layout) -> Iterator[tuple[Range, int, int, int, i
             done = high
         if done < begin + numel:
             yield piece, start, done, begin + numel, None
+
+
+class LayoutIndex:
+    """Layouts that share no elements, found by the ranges that they contain."""
+
+    def __init__(self) -> None:
+        self._homes: dict[str, dict[Range, Layout]] = {}
+
+    def add(self, layout: Layout) -> None:
+        """Add `layout`, which overlaps no other one."""
+        for piece in layout:
+            self._homes.setdefault(piece[0], {})[piece] = layout
+
+    def remove(self, layout: Layout) -> None:
+        """Remove `layout`, which was added.
+
+        Raises:
+            KeyError: it was not.
+        """
+        for piece in layout:
+            del self._homes[piece[0]][piece]
+
+    def touching(self, layout: Layout) -> Collection[Layout]:
+        """Return the added layouts that share elements with `layout`, each once, in the order of its ranges."""
+        return dict.fromkeys(home for piece in layout for home in self._overlapping(piece))
+
+    def clear(self) -> None:
+        """Remove all layouts."""
+        self._homes.clear()
+
+    def _overlapping(self, piece: Range) -> Iterator[Layout]:
+        name, begin, numel = piece
+        for (_, first, length), home in self._homes.get(name, {}).items():
+            if first < begin + numel and begin < first + length:
+                yield home

@@ -6,7 +6,7 @@ Access in another basis converts them. Values that move to another layout are co
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,16 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.layouts import Layout, Range, cuts, layout_of, numel_of, placed, segments_of
+from deepspeed_compress.compression.layouts import (
+    Layout,
+    LayoutIndex,
+    Range,
+    cuts,
+    layout_of,
+    numel_of,
+    placed,
+    segments_of,
+)
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
@@ -94,7 +103,7 @@ class Residuals:
         self.on_host = on_host
         self.scaled = scaled
         self._slots: dict[Layout, _Slot] = {}
-        self._homes: dict[str, dict[Range, Layout]] = {}
+        self._homes = LayoutIndex()
 
     def read(self, segments: Sequence[Segment], device: torch.device, basis: Transform = ELEMENTS) -> Tensor:
         """Return the values of the message made of `segments` in `basis`: a new flat fp32 tensor, initially zeros."""
@@ -147,7 +156,7 @@ class Residuals:
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Return True if any elements of `segments` were ever written."""
-        return any(known for piece in layout_of(segments) for known in self._overlapping(piece))
+        return bool(self._homes.touching(layout_of(segments)))
 
     def written(self, segments: Sequence[Segment]) -> bool:
         """Return True if the running step has written the message made of `segments`."""
@@ -180,7 +189,7 @@ class Residuals:
         """
         self._wait_for_copies()
         fresh = _Values(torch.zeros(numel_of(layout), device=device))
-        for home in self._homes_touching(layout):
+        for home in self._homes.touching(layout):
             values = self._remove(home, device)
             for (name, begin, _), start, first, last, target in cuts(home, layout):
                 part = values.part(start + first - begin, start + last - begin)
@@ -190,20 +199,9 @@ class Residuals:
                     fresh.take(part, target)
         return self._settle(layout, fresh)
 
-    def _homes_touching(self, layout: Layout) -> Iterable[Layout]:
-        return dict.fromkeys(self._homes[known[0]][known] for piece in layout for known in self._overlapping(piece))
-
-    def _overlapping(self, piece: Range) -> list[Range]:
-        """Return the known ranges that share elements with `piece`."""
-        name, begin, numel = piece
-        return [
-            known for known in self._homes.get(name, {}) if known[1] < begin + numel and begin < known[1] + known[2]
-        ]
-
     def _remove(self, layout: Layout, device: torch.device) -> _Values:
         slot, segments = self._slots.pop(layout), segments_of(layout)
-        for piece in layout:
-            del self._homes[piece[0]][piece]
+        self._homes.remove(layout)
         running = self._elements(slot.current, segments, device) if slot.written and self.transactional else None
         values = _Values(self._elements(slot.applied, segments, device), running)
         for buffer in (slot.applied, slot.running):
@@ -229,8 +227,7 @@ class Residuals:
 
     def _register(self, layout: Layout, slot: _Slot) -> None:
         self._slots[layout] = slot
-        for piece in layout:
-            self._homes.setdefault(piece[0], {})[piece] = layout
+        self._homes.add(layout)
 
     def commit(self) -> None:
         """Keep the values that the running step wrote, because the optimizer applied the step."""
@@ -252,8 +249,7 @@ class Residuals:
         """Drop the messages that the running step has not written: after loading, those that other ranks own."""
         for layout in [layout for layout, slot in self._slots.items() if not slot.written]:
             del self._slots[layout]
-            for piece in layout:
-                del self._homes[piece[0]][piece]
+            self._homes.remove(layout)
 
     def scale(self, factor: float) -> None:
         """Multiply the values by `factor` if they follow the loss scale."""
@@ -330,51 +326,3 @@ class Residuals:
 def _on(device: torch.device, payload: Tensor) -> Tensor:
     """Return `payload` on `device`. The host waits for values that it reads itself."""
     return payload.to(device, non_blocking=device.type != "cpu")
-
-
-def full_name(kind: str, owner: str) -> str:
-    """Return the name of the store that holds `kind` ("gradients", "means" ...) for the parameters of `owner`."""
-    return f"{owner}/{kind}" if owner else kind
-
-
-def kind_of(name: str) -> str:
-    """Return what the store `name` holds: "means" for "ep_size_2_rank_1/means"."""
-    return name.rpartition("/")[2]
-
-
-def owner_of(name: str) -> str:
-    """Return the owner of the store `name`: "ep_size_2_rank_1" for "ep_size_2_rank_1/means", "" for "means"."""
-    return name.rpartition("/")[0]
-
-
-@dataclass
-class ResidualStores:
-    """The residuals and momenta of a run, by content ("gradients", "means", "velocity" ...), created on first use.
-
-    Attributes:
-        transactional: the optimizer may skip a step.
-        by_name: the stores.
-        owner: name of the parameters whose values are kept here, if only some ranks have these parameters; "" for those
-            of all ranks. Parameters of different owners may have equal names, so their stores have different names.
-    """
-
-    transactional: bool
-    by_name: dict[str, Residuals] = field(default_factory=dict)
-    owner: str = ""
-
-    def of(self, owner: str) -> "ResidualStores":
-        """Return the stores of `owner`, which are kept, committed and saved together with these."""
-        return replace(self, owner=owner)
-
-    def get(
-        self, name: str, dtype: str, on_host: bool = False, scaled: bool = True, transactional: bool | None = None
-    ) -> Residuals:
-        """Return the store `name`, created with the given options if it does not exist.
-
-        `transactional`: None for the run's default; False if values are written only once the step is certain.
-        """
-        known = full_name(name, self.owner)
-        if known not in self.by_name:
-            chosen = self.transactional if transactional is None else transactional
-            self.by_name[known] = Residuals(dtype, chosen, on_host, scaled)
-        return self.by_name[known]

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepspeed_compress.compression.layouts import Layout, numel_of
-from deepspeed_compress.compression.residuals import STORAGE, Residuals, kind_of
+from deepspeed_compress.compression.residual_stores import kind_of
+from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.transforms import Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 

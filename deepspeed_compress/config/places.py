@@ -14,7 +14,7 @@ from deepspeed_compress.config.sparse_methods import Density
 if TYPE_CHECKING:
     from deepspeed_compress.compression.compressors import Compressor
     from deepspeed_compress.compression.feedback import Feedback
-    from deepspeed_compress.compression.residuals import ResidualStores
+    from deepspeed_compress.compression.residual_stores import ResidualStores
     from deepspeed_compress.compression.transforms import Transform
 
 

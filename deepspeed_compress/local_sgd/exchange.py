@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.buckets import Partition, cut
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reduction import ReductionContext, Reductions
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import CompressedGradients, GradientsConfig, Islands, Outer
 from deepspeed_compress.config.places import BlockwiseGradients

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import ReductionContext
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.local_sgd.exchange import (

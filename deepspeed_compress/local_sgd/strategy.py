@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deepspeed_compress.collectives.reduction import ReductionContext
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.local_sgd.exchange import MasterWeights
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks

@@ -16,7 +16,7 @@ from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import CompressConfig, total_steps
 from deepspeed_compress.monitor import EventSink, Journal, Meter
 from deepspeed_compress.monitor.journal import utc_now

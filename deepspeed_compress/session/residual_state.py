@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_compress.compression.residuals import Residuals, ResidualStores, kind_of
+from deepspeed_compress.compression.residual_stores import ResidualStores, kind_of
+from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.session.switching import hand_over_means, make_expected

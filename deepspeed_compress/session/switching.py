@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from deepspeed_compress.compression.residuals import ResidualStores, full_name, kind_of, owner_of
+from deepspeed_compress.compression.residual_stores import ResidualStores, full_name, kind_of, owner_of
 from deepspeed_compress.compression.state import SHARED
 from deepspeed_compress.config import CompressConfig, CompressedGradients
 

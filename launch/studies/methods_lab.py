@@ -27,7 +27,7 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.config.places import AnyCompressedGradients
 from deepspeed_compress.models import build_model, read_model_config

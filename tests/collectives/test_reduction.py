@@ -29,7 +29,8 @@ from deepspeed_compress.compression.compressors import (
     TopK,
 )
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
-from deepspeed_compress.compression.residuals import Residuals, ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
+from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.transforms import DCT
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.errors import CompressWarning

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange

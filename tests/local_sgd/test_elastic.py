@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from deepspeed_compress.collectives.reduction import Groups
-from deepspeed_compress.compression.residuals import Residuals, ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
+from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer

@@ -9,7 +9,7 @@ from torch import Tensor
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks

@@ -32,7 +32,7 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.local_sgd.deepspeed.consistency import recover_from_divergence

@@ -30,7 +30,7 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.coordinator.client import status

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.checkpointing.deepspeed.participants import SaveRequest
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all

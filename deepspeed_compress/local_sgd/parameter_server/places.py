@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.local_sgd.framed_messages import FramedMessages

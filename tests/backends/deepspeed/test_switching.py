@@ -13,7 +13,7 @@ from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
-from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import brief, parse_section
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.policy import WeightCosts
