@@ -59,8 +59,10 @@ TABLE = {
         "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
     "compression.residual_stores": allow("compression.residuals", ""),
+    "compression.state_description": allow("errors compression.layouts compression.residuals", ""),
     "compression.state": allow(
-        "errors compression.layouts compression.residual_stores compression.residuals compression.transforms",
+        "errors compression.layouts compression.residual_stores compression.residuals compression.state_description "
+        "compression.transforms",
         "torch safetensors",
     ),
     "collectives": allow(

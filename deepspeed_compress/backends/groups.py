@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _world
 
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
-from deepspeed_compress.compression.state import Position
+from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 

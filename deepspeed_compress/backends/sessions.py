@@ -18,6 +18,7 @@ from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
+from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.diagnostics import pointer
@@ -49,7 +50,7 @@ class Exchanged:
     group: ProcessGroup
     parameters: Parameters
     device: torch.device
-    position: state.Position
+    position: Position
     make_groups: Callable[[ProcessGroup, CompressConfig], Groups] = make_groups
 
 

@@ -18,6 +18,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.layouts import Range
 from deepspeed_compress.compression.residual_stores import kind_of, owner_of
 from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.compression.state_description import Description, Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
@@ -41,7 +42,7 @@ class Place:
     """
 
     rank: int
-    position: state.Position
+    position: Position
     device: torch.device
     group: ProcessGroup | None = None
 
@@ -110,7 +111,7 @@ def _restore(session: Session, directory: Path, place: Place, loss_scale: float,
     return found[0][1].step
 
 
-def _load_decisions(session: Session, file: Path, description: state.Description) -> None:
+def _load_decisions(session: Session, file: Path, description: Description) -> None:
     """Restore the saved decisions of the policy. Raises StateError if they are not what a policy saves."""
     try:
         session.load_decisions(description.decisions)
@@ -136,7 +137,7 @@ def result_on_all(work: Callable[[], T], group: ProcessGroup | None = None, prob
     return cast(T, result)
 
 
-def check_save(found: Iterable[tuple[Path, state.Description]], step: int | None, save: str) -> None:
+def check_save(found: Iterable[tuple[Path, Description]], step: int | None, save: str) -> None:
     """Raise StateError if the files `found` were left by an earlier save of the same tag.
 
     Args:
@@ -154,7 +155,7 @@ def check_save(found: Iterable[tuple[Path, state.Description]], step: int | None
             )
 
 
-def check_owners(saved: state.Description, config: CompressConfig) -> None:
+def check_owners(saved: Description, config: CompressConfig) -> None:
     """Raise StateError if the values that owners keep were saved under another `ownership`.
 
     Residuals of senders are not affected: their sum is the same whichever rank holds them.
@@ -168,7 +169,7 @@ def check_owners(saved: state.Description, config: CompressConfig) -> None:
         )
 
 
-def check_parameters(saved: Sequence[state.Description], parameters: Parameters | None) -> None:
+def check_parameters(saved: Sequence[Description], parameters: Parameters | None) -> None:
     """Raise StateError if the saved values belong to another model.
 
     They do if none of their parameters is in `parameters`, or if one was larger. Parameters that are no longer trained
@@ -193,7 +194,7 @@ def check_parameters(saved: Sequence[state.Description], parameters: Parameters 
         )
 
 
-def check_experts(saved: state.Description, stores: Iterable[str], position: state.Position) -> None:
+def check_experts(saved: Description, stores: Iterable[str], position: Position) -> None:
     """Raise StateError if this rank has other experts than the rank that saved the state.
 
     Their parameters have equal names on all ranks, so the names of their `stores` tell which experts they belong to.
@@ -209,7 +210,7 @@ def check_experts(saved: state.Description, stores: Iterable[str], position: sta
         )
 
 
-def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:
+def _ranges(saved: Sequence[Description]) -> Iterator[Range]:
     """Yield the saved ranges of parameters; shared stores are left out, because they hold factors."""
     for description in saved:
         for memory, layouts in description.layouts.items():

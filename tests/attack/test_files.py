@@ -28,6 +28,7 @@ from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError
@@ -41,7 +42,7 @@ MEMORY = Path("/dev/shm")
 MOST_MEMORY = 500 * 2**10
 """Maximum growth of memory in KiB."""
 SECONDS = 120
-ONE = state.Position(0, 1, 0, 1)
+ONE = Position(0, 1, 0, 1)
 CPU = torch.device("cpu")
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf"), "", "x", "\x1b[2J", "../.."),

@@ -18,7 +18,7 @@ from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorre
 from deepspeed_compress.compression.layouts import Layout, segments_of
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.compression.state import Position
+from deepspeed_compress.compression.state_description import Description, Position, read_description
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 from tests.support.codecs import encode
@@ -331,7 +331,7 @@ def test_a_state_with_a_wrong_version_or_basis_is_refused(
 @pytest.mark.parametrize("bases", [[{"basis": "wavelet"}], [{"basis": "dct", "side": 3}], []])
 def test_an_unknown_basis_is_refused(bases: list[dict], tmp_path: Path) -> None:
     file = save(trained().residuals, tmp_path)
-    changed = state.Description(**{**vars(state.read_description(file)), "bases": {"gradients": bases}})
+    changed = Description(**{**vars(read_description(file)), "bases": {"gradients": bases}})
     plain = json.loads(file.with_suffix(".json").read_text())
     plain |= {"bases": changed.bases, "sha256": state._digest(file, changed)}
     file.with_suffix(".json").write_text(json.dumps(plain))

@@ -15,7 +15,7 @@ from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
-from deepspeed_compress.compression.state import Position
+from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 from deepspeed_compress.session.patches import Patches

@@ -28,7 +28,7 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
-from deepspeed_compress.compression.state import Position
+from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError

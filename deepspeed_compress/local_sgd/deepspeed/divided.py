@@ -31,8 +31,8 @@ from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
-from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residual_stores import ResidualStores
+from deepspeed_compress.compression.state_description import Position, read_description
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.local_sgd.deepspeed.consistency import recover_from_divergence
@@ -83,7 +83,7 @@ def attach_islands(
     patches.precede(engine, "destroy", end)
     patches.on_undo(end)
     # The number of islands may change between saving and loading. Their number of ranks may not.
-    position = state.Position(unit.number, unit.count, unit.place, len(unit.ranks))
+    position = Position(unit.number, unit.count, unit.place, len(unit.ranks))
     return exchange, _Files(unit, exchange, ExchangeFiles(engine, parts.config, stores, position))
 
 
@@ -235,7 +235,7 @@ class _Files(Participant):
             self.exchange.start()
 
     def _restore(self, directory: Path, save: str) -> None:
-        ranks, own = state.read_description(first_file(directory)).position.groups, self.files.position.groups
+        ranks, own = read_description(first_file(directory)).position.groups, self.files.position.groups
         if ranks != own:
             raise StateError(
                 f"{directory} was saved by islands of {ranks} ranks, and these have {own} (allowed: the same number); "
@@ -258,4 +258,4 @@ def _directory(base: Path, island: int) -> Path:
 def _saved_islands(directory: Path) -> int:
     """Return the number of islands that saved the checkpoint in the tag `directory`; 1 for a job without islands."""
     first = first_file(directory)
-    return state.read_description(first).position.size if first.exists() else 1
+    return read_description(first).position.size if first.exists() else 1

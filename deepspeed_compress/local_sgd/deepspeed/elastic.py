@@ -29,8 +29,8 @@ from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
-from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residual_stores import ResidualStores
+from deepspeed_compress.compression.state_description import Position, read_description
 from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.coordinator.client import status
@@ -126,7 +126,7 @@ class ElasticIsland(Participant):
         alone = ReductionContext(Groups(group_of_one()), found.parameters, stores, run, traffic="bytes_islands")
         recover = partial(recover_from_divergence, engine, found.master_weights, parts.residuals.clear)
         self._context = ExchangeContext(settings, found.master_weights, alone, self._ranks, found.moments, recover)
-        position = state.Position(0, 1, dist.get_rank(), dist.get_world_size())
+        position = Position(0, 1, dist.get_rank(), dist.get_world_size())
         self._files = ExchangeFiles(engine, parts.config, stores, position)
         self.exchange = connect(self._context, self._terms(found), self._learning_rates)
 
@@ -261,7 +261,7 @@ class ElasticIsland(Participant):
             return None
         if not self._files.restored_on_all(partial(self._files.restore, found.place, found.save), reset):
             return None
-        saved: Mapping[str, Any] = self._ranks.run_on_first(lambda: state.read_description(first).decisions)
+        saved: Mapping[str, Any] = self._ranks.run_on_first(lambda: read_description(first).decisions)
         if "run" in saved:
             return saved
         warnings.warn(f"{reset}: {found.place} was saved by islands of one job", CompressWarning, stacklevel=4)
@@ -302,7 +302,7 @@ def _make_group(settings: Islands) -> dist.ProcessGroup:
 def _ahead_in(found: Loaded, step: int) -> int:
     file = first_file(found.place)
     try:
-        description = state.read_description(file)
+        description = read_description(file)
         check_save([(file, description)], step, found.save)
         return int(description.decisions.get(_AHEAD, 0))
     except StateError:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed_compress.checkpointing.deepspeed.participants import SaveRequest
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residual_stores import ResidualStores
+from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all
@@ -37,7 +38,7 @@ class ExchangeFiles:
     engine: Any
     config: CompressConfig
     stores: ResidualStores
-    position: state.Position
+    position: Position
 
     def save(self, request: SaveRequest, decisions: Mapping[str, Any], write: Write = state.write) -> None:
         """Have `write` write the state with `decisions`, which are equal on all ranks, for the save `request`."""

@@ -12,6 +12,7 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from torch import nn
 
 from deepspeed_compress.compression import state
+from deepspeed_compress.compression.state_description import Description, Position
 from deepspeed_compress.errors import StateError, UnsupportedError
 from deepspeed_compress.session.state_files import check_experts
 from deepspeed_compress.session.traffic import ring_all_reduce
@@ -169,7 +170,7 @@ def test_gradients_are_clipped_in_buckets_with_experts_and_others(stage: int) ->
         assert 0 < max(changes) < 1.001e-3
 
 
-def description(position: state.Position, *names: str) -> state.Description:
+def description(position: Position, *names: str) -> Description:
     return state.contents({name: _store() for name in names}, position, 1, 3, 1.0, {}, {}).description
 
 
@@ -179,15 +180,15 @@ def _store() -> Any:
 
 def test_residuals_of_other_experts_are_refused() -> None:
     """Their names are equal on all ranks, so only the owner tells them apart."""
-    here = state.Position(0, 4, 0, 1)
+    here = Position(0, 4, 0, 1)
     saved = description(here, "gradients", "ep_size_2_rank_0/gradients")
     check_experts(saved, ["gradients", "ep_size_2_rank_0/gradients"], here)
-    check_experts(description(here, "gradients"), ["gradients"], state.Position(0, 2, 0, 1))
+    check_experts(description(here, "gradients"), ["gradients"], Position(0, 2, 0, 1))
     for stores, position in (
         (["gradients", "ep_size_2_rank_1/gradients"], here),
         (["gradients", "ep_size_4_rank_0/gradients"], here),
         (["gradients"], here),
-        (["gradients", "ep_size_2_rank_0/gradients"], state.Position(0, 2, 0, 1)),
+        (["gradients", "ep_size_2_rank_0/gradients"], Position(0, 2, 0, 1)),
     ):
         with pytest.raises(StateError, match="the residuals of experts cannot be redistributed"):
             check_experts(saved, stores, position)

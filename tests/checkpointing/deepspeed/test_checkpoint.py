@@ -12,6 +12,7 @@ import torch
 from deepspeed_compress import StateError
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state import VERSION
+from deepspeed_compress.compression.state_description import Position, read_description
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.messages import caught_warnings
@@ -166,7 +167,7 @@ def forget_names(directory: Path) -> None:
     """Make a checkpoint one of an earlier version of this package, which did not name the save."""
     for rank in range(2):
         file = json_of(directory, rank)
-        named = state.read_description(file.with_suffix(".safetensors"))
+        named = read_description(file.with_suffix(".safetensors"))
         digest = state._digest(file.with_suffix(".safetensors"), replace(named, save=""))
         fields = {**json.loads(file.read_text()), "sha256": digest}
         file.write_text(json.dumps({name: value for name, value in fields.items() if name != "save"}))
@@ -311,8 +312,8 @@ def test_no_compression_of_gradients_has_no_state(tmp_path):
 def test_a_state_that_more_ranks_have_left_under_the_same_tag_is_not_read(tmp_path):
     for size in (3, 2):
         for rank in range(size):
-            kept = state.contents({}, state.Position(rank, size, 0, 1), 1, 1, 1.0, {}, {})
+            kept = state.contents({}, Position(rank, size, 0, 1), 1, 1, 1.0, {}, {})
             state.write(kept, state.state_file(tmp_path, rank))
     for rank in range(3):
-        found = state.sources(tmp_path, rank, state.Position(rank, 3, 0, 1))
+        found = state.sources(tmp_path, rank, Position(rank, 3, 0, 1))
         assert [description.position.size for _, description in found] == [2, 2]
