@@ -38,4 +38,5 @@ NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 wait "$typed"
 wait "$compiled"
 [ $# -gt 0 ] || set -- -m "not slow"
-python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"
+# Two processes per core, since each waits half of the time for programs that its tests start.
+python -m pytest -n "$((2 * $(nproc)))" --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

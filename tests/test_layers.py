@@ -117,8 +117,8 @@ TABLE = {
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
     "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
-        "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state config errors "
-        "session transport.client",
+        "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state "
+        "compression.state_description config errors session transport.client",
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),

@@ -18,7 +18,7 @@ from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.state_description import Position
+from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.diagnostics import pointer
@@ -102,10 +102,8 @@ class Attached:
         Raises:
             StateError: on all ranks, if one of them cannot write.
         """
-        scale = self.session.clock.loss_scale
-        save = partial(
-            save_state_files, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
-        )
+        moment = Moment(zero_stage=0, step=self.steps.count, loss_scale=self.session.clock.loss_scale)
+        save = partial(save_state_files, self.session, Path(directory), self.place, moment, state.write)
         result_on_all(save, self.place.group, NOT_SAVED)
 
     def load(self, directory: str | Path) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from deepspeed_compress.compression.layouts import Layout, numel_of
 from deepspeed_compress.compression.residual_stores import kind_of
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
-from deepspeed_compress.compression.state_description import VERSION, Description, Position, read_description
+from deepspeed_compress.compression.state_description import VERSION, Description, Moment, Position, read_description
 from deepspeed_compress.compression.transforms import Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 
@@ -57,29 +57,23 @@ class Contents:
 def contents(
     stores: Mapping[str, Residuals],
     position: Position,
-    zero_stage: int,
-    step: int,
-    loss_scale: float,
+    moment: Moment,
     section: Mapping[str, Any],
     decisions: Mapping[str, Any],
-    save: str = "",
 ) -> Contents:
-    """Return the current contents of `stores`. Tensors on the host may share memory with them."""
+    """Return the contents of `stores` at `moment`, which is now. Tensors on the host may share memory with them."""
     held = {name: list(store.payloads()) for name, store in stores.items()}
     tensors = {f"{name}/{n}": payload.cpu() for name, slots in held.items() for n, (_, payload) in enumerate(slots)}
     description = Description(
         version=VERSION,
         sha256="",
         position=position,
-        zero_stage=zero_stage,
-        step=step,
-        loss_scale=loss_scale,
+        **asdict(moment),
         section=section,
         decisions=decisions,
         storage={name: store.dtype for name, store in stores.items()},
         layouts={name: [layout for layout, _ in slots] for name, slots in held.items()},
         bases={name: [described(basis) for basis in stores[name].bases().values()] for name in held},
-        save=save,
     )
     return Contents(tensors, description)
 

@@ -35,6 +35,23 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """The engine at a save.
+
+    Attributes:
+        zero_stage: ZeRO stage.
+        step: optimizer steps that were taken.
+        loss_scale: factor that the values carry.
+        save: name of the save, which the engine's files contain, too; empty without such files.
+    """
+
+    zero_stage: int
+    step: int
+    loss_scale: float = 1.0
+    save: str = ""
+
+
+@dataclass(frozen=True)
 class Description:
     """Contents of the JSON file.
 

@@ -18,7 +18,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.layouts import Range
 from deepspeed_compress.compression.residual_stores import kind_of, owner_of
 from deepspeed_compress.compression.segments import PADDING
-from deepspeed_compress.compression.state_description import Description, Position
+from deepspeed_compress.compression.state_description import Description, Moment, Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
@@ -47,19 +47,10 @@ class Place:
     group: ProcessGroup | None = None
 
 
-def save_state_files(
-    session: Session,
-    directory: Path,
-    place: Place,
-    zero_stage: int,
-    step: int,
-    loss_scale: float,
-    write: Write,
-    save: str = "",
-) -> None:
-    """Have `write` write the files of this rank after `step` optimizer steps. `save` is the name of the save."""
+def save_state_files(session: Session, directory: Path, place: Place, moment: Moment, write: Write) -> None:
+    """Have `write` write the files of this rank."""
     section, decisions = masked(session.config.model_dump(mode="json")), session.decisions()
-    kept = state.contents(session.stores, place.position, zero_stage, step, loss_scale, section, decisions, save)
+    kept = state.contents(session.stores, place.position, moment, section, decisions)
     write(kept, state.state_file(directory, place.rank))
 
 

@@ -28,7 +28,7 @@ from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.compression.state_description import Position
+from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError
@@ -141,7 +141,7 @@ def write_state(directory: Path) -> Path:
             store.write(segments, torch.arange(40.0), Hadamard(8, 1))
         store.commit()
     file = state.state_file(directory, 0)
-    state.write(state.contents(stores, ONE, 1, 5, 2.0, {"a": {}}, {"policy": {}}), file)
+    state.write(state.contents(stores, ONE, Moment(1, 5, 2.0), {"a": {}}, {"policy": {}}), file)
     return file
 
 

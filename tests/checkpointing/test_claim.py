@@ -18,7 +18,7 @@ from deepspeed_compress.checkpointing.completeness import Save, find_problems, r
 from deepspeed_compress.checkpointing.snapshot import Call, HostCopies, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer, write_torch
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.state_description import Position
+from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.errors import StateError
 from tests.support.forks import run_forks
 
@@ -62,7 +62,7 @@ def test_taking_a_directory_waits_for_a_rename_in_progress(tmp_path):
 
 
 def write_state(file: Path, claim: Claim) -> None:
-    state.write(state.contents({}, Position(0, 1, 0, 1), 0, 5, 1.0, {}, {}), file, claim.held)
+    state.write(state.contents({}, Position(0, 1, 0, 1), Moment(0, 5), {}, {}), file, claim.held)
 
 
 def write_tensors(file: Path, claim: Claim) -> None:

@@ -18,7 +18,7 @@ from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorre
 from deepspeed_compress.compression.layouts import Layout, segments_of
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.compression.state_description import Description, Position, read_description
+from deepspeed_compress.compression.state_description import Description, Moment, Position, read_description
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 from tests.support.codecs import encode
@@ -271,7 +271,7 @@ ONE = Position(0, 1, 0, 1)
 
 def save(store: Residuals, directory: Path, position: Position = ONE, loss_scale: float = 1.0) -> Path:
     file = state.state_file(directory, position.index)
-    state.write(state.contents({"gradients": store}, position, 0, 5, loss_scale, {}, {}), file)
+    state.write(state.contents({"gradients": store}, position, Moment(0, 5, loss_scale), {}, {}), file)
     return file
 
 

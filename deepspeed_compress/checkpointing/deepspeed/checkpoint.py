@@ -16,6 +16,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, Load
 from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression import state
+from deepspeed_compress.compression.state_description import Moment
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
@@ -77,8 +78,9 @@ class CompressionState(Participant):
             # The lists describe files that were written in the background and are now replaced.
             unlist_all(directory)
         if _has_state(session):
-            stage, step, write = int(engine.zero_optimization_stage()), engine.global_steps, writing(session.saving)
-            save_state_files(session, directory, place, stage, step, loss_scale(engine), write, request.name)
+            stage = int(engine.zero_optimization_stage())
+            moment = Moment(stage, engine.global_steps, loss_scale(engine), request.name)
+            save_state_files(session, directory, place, moment, writing(session.saving))
 
 
 def load_last(engine: Any) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed_compress.checkpointing.deepspeed.participants import SaveRequest
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residual_stores import ResidualStores
-from deepspeed_compress.compression.state_description import Position
+from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all
@@ -42,16 +42,10 @@ class ExchangeFiles:
 
     def save(self, request: SaveRequest, decisions: Mapping[str, Any], write: Write = state.write) -> None:
         """Have `write` write the state with `decisions`, which are equal on all ranks, for the save `request`."""
-        kept = state.contents(
-            self.stores.by_name,
-            self.position,
-            int(self.engine.zero_optimization_stage()),
-            self.engine.global_steps,
-            1.0,
-            masked(self.config.model_dump(mode="json")),
-            decisions,
-            request.name,
-        )
+        stage = int(self.engine.zero_optimization_stage())
+        moment = Moment(stage, self.engine.global_steps, save=request.name)
+        section = masked(self.config.model_dump(mode="json"))
+        kept = state.contents(self.stores.by_name, self.position, moment, section, decisions)
         write(kept, state.state_file(request.place, dist.get_rank(), _STEM))
 
     def restore(self, directory: Path, save: str) -> bool:

@@ -12,7 +12,7 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from torch import nn
 
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.state_description import Description, Position
+from deepspeed_compress.compression.state_description import Description, Moment, Position
 from deepspeed_compress.errors import StateError, UnsupportedError
 from deepspeed_compress.session.state_files import check_experts
 from deepspeed_compress.session.traffic import ring_all_reduce
@@ -171,7 +171,7 @@ def test_gradients_are_clipped_in_buckets_with_experts_and_others(stage: int) ->
 
 
 def description(position: Position, *names: str) -> Description:
-    return state.contents({name: _store() for name in names}, position, 1, 3, 1.0, {}, {}).description
+    return state.contents({name: _store() for name in names}, position, Moment(1, 3), {}, {}).description
 
 
 def _store() -> Any:

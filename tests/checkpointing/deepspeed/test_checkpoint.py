@@ -12,7 +12,7 @@ import torch
 from deepspeed_compress import StateError
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state import VERSION
-from deepspeed_compress.compression.state_description import Position, read_description
+from deepspeed_compress.compression.state_description import Moment, Position, read_description
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.messages import caught_warnings
@@ -312,7 +312,7 @@ def test_no_compression_of_gradients_has_no_state(tmp_path):
 def test_a_state_that_more_ranks_have_left_under_the_same_tag_is_not_read(tmp_path):
     for size in (3, 2):
         for rank in range(size):
-            kept = state.contents({}, Position(rank, size, 0, 1), 1, 1, 1.0, {}, {})
+            kept = state.contents({}, Position(rank, size, 0, 1), Moment(1, 1), {}, {})
             state.write(kept, state.state_file(tmp_path, rank))
     for rank in range(3):
         found = state.sources(tmp_path, rank, Position(rank, 3, 0, 1))
