@@ -323,7 +323,7 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/deepspeed/test_elastic_pipeline.py",),
     ),
     "islands that share layers reduce over the job": Bug(
-        "backends/deepspeed/division.py",
+        "backends/deepspeed/divided_calls.py",
         "        groups._DATA_PARALLEL_GROUP = unit.data",
         "        groups._DATA_PARALLEL_GROUP = unit.job",
         ("local_sgd/deepspeed/test_islands_tensor.py",),

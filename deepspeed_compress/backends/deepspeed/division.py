@@ -1,48 +1,32 @@
-"""Division of a job's ranks into islands or nodes: the groups that DeepSpeed is given, and the arguments of its calls.
+"""Division of a job's ranks into islands or nodes: the groups that DeepSpeed is given (see `divided_calls`).
 
 DeepSpeed divides ranks according to its `mpu` argument. Under AutoTP it uses its own groups instead, which it stores in
 its module `groups`. Its tensor-parallel groups, of consecutive ranks, stay; the data-parallel group becomes that of the
 island or node. Pipelines divide all ranks themselves.
 """
 
-import copy
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
-from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine, downward_group, made_group
+from deepspeed_compress.backends.deepspeed.groups import downward_group, made_group
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
-from deepspeed_compress.session.patches import Patches
 
 SEAMS = (
     Seam("deepspeed.utils.groups:_init_tp_mesh_device", ("tensor_model_parallel_size", "data_parallel_size")),
     Seam("deepspeed.utils.groups:get_data_parallel_group", ()),
     Seam("deepspeed.utils.groups:get_tensor_model_parallel_group", ()),
 )
-
-
-class _BatchUnit(RankUnit):
-    """Unit that reports every rank as data-parallel, as DeepSpeed counts a batch under AutoTP."""
-
-    def get_data_parallel_world_size(self) -> int:
-        return len(self.ranks)
-
 
 _ISLANDS, _NODES = IslandUnit.pointer, NodeUnit.pointer
 _Unit = TypeVar("_Unit", IslandUnit, NodeUnit)
@@ -155,32 +139,6 @@ def _check_equal_division(kind: type[RankUnit], division: _Division, size: int, 
         )
 
 
-_GROUPS = (
-    "mpu",
-    "mesh_device",
-    "_DATA_PARALLEL_GROUP",
-    "_MODEL_PARALLEL_GROUP",
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
-    "_TENSOR_MODEL_PARALLEL_GROUP",
-    "_WORLD_GROUP",
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-)
-"""Names in DeepSpeed's module `groups` that determine how the ranks of later engines are divided."""
-
-
-@contextmanager
-def groups_restored_on_failure() -> Iterator[None]:
-    """Restore DeepSpeed's division of ranks, for later engines, if the block raises."""
-    before = {name: getattr(groups, name) for name in _GROUPS if hasattr(groups, name)}
-    try:
-        yield
-    except BaseException:
-        for name, value in before.items():
-            setattr(groups, name, value)
-        raise
-
-
 def _ranks_of_part(division: _Division, tensor: int) -> int:
     """Return the number of ranks per part.
 
@@ -234,132 +192,3 @@ def _tensor_groups(division: _Division, tensor: int) -> tuple[ProcessGroup, Proc
     # While an engine with a unit exists, DeepSpeed's data-parallel group is that of the unit.
     former = groups.mpu.job if isinstance(groups.mpu, RankUnit) else None
     return found, former or groups.get_data_parallel_group()
-
-
-def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `deepspeed.initialize` for one part of the job.
-
-    `train_batch_size` is that of the whole job; DeepSpeed gets the share of the part. Training data is removed, because
-    it is divided over all ranks of the job.
-
-    Args:
-        unit: this rank's part.
-        call: the arguments for the whole job.
-        config: the configuration of the whole job.
-
-    Raises:
-        UnsupportedError: the model is a pipeline, or the call divides the ranks in another way.
-        ConfigError: the batch cannot be divided evenly.
-    """
-    if _divides_itself(call, config):
-        raise UnsupportedError(
-            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, with a mesh for "
-            "sequence parallelism, or with a pipeline, whose stages use all ranks of the job (allowed: data "
-            "parallelism, ZeRO 0 to 3, AutoTP); remove the key, or the other division"
-        )
-    divided = copy.deepcopy(dict(config))
-    batch = divided.get("train_batch_size")
-    if isinstance(batch, int):
-        if batch % unit.count:
-            raise ConfigError(
-                f"/train_batch_size: {batch} is not divisible by {unit.count}, the number of parts of {unit.pointer} "
-                f"(allowed: multiples); write {batch + -batch % unit.count}"
-            )
-        divided["train_batch_size"] = batch // unit.count
-    given = unit if unit.tensor == 1 else _BatchUnit(**vars(unit))
-    return {**call, "config": divided, "mpu": given, "training_data": None}
-
-
-def _divides_itself(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if DeepSpeed divides the ranks of the job according to the call or the configuration."""
-    # DeepSpeed makes a mesh only if the file has both sizes.
-    meshed = call.get("mesh_param") or {"sequence_parallel_size", "data_parallel_size"} <= config.keys()
-    return call.get("mpu") is not None or bool(meshed) or isinstance(call.get("model"), PipelineModule)
-
-
-def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: RankUnit) -> Sequence[Any]:
-    """Call `original`, `deepspeed.initialize`, with the arguments `call` of `divide_call`.
-
-    Returns:
-        The result of `original`; its engine has `unit` as `mpu`.
-
-    Raises:
-        UnsupportedError: the engine shares layers between other ranks than the configuration says.
-    """
-    # From now on, destroying an older engine leaves this division in place.
-    unit.living.append(unit)
-    if unit.tensor > 1:
-        groups._DATA_PARALLEL_GROUP = unit.data
-    try:
-        result: Sequence[Any] = original(**call)
-        _check_tensor(result[0], unit)
-    except BaseException:
-        _undivide(unit)
-        raise
-    # AutoTP has replaced it with DeepSpeed's module `groups`, which does not know about units.
-    result[0].mpu = groups.mpu = unit
-    # Independent of `detach`: the engine's groups are those of its unit for as long as it exists.
-    patches = Patches()
-    patches.precede(result[0], "destroy", partial(_undivide, unit))
-    if not result[0].zero_optimization_partition_weights():
-        # The parameters of ZeRO 3 stay divided over these groups, in a later engine too.
-        destroy_with_engine(result[0], unit.made, patches)
-    return result
-
-
-def _check_tensor(engine: Any, unit: RankUnit) -> None:
-    found = max(1, int(engine.autotp_size()))
-    if found != unit.tensor:
-        raise UnsupportedError(
-            f"{unit.pointer}: tp_model_init was called for {found} ranks that share each layer, but the configuration "
-            f'says {unit.tensor} (allowed: the same); write "tensor_parallel": {{"autotp_size": {found}}}'
-        )
-
-
-def _undivide(unit: RankUnit) -> None:
-    """Restore the division of the newest remaining engine with a unit, or the one from before them.
-
-    DeepSpeed uses the last `mpu` for all later engines, and queries it for existing ones. The garbage collector may
-    destroy an engine a second time, at any time.
-    """
-    if unit not in unit.living:
-        return
-    unit.living.remove(unit)
-    last = unit.living[-1] if unit.living else None
-    if isinstance(groups.mpu, RankUnit):
-        groups.mpu = unit.before if last is None else last
-    if unit.tensor > 1:
-        groups._DATA_PARALLEL_GROUP = unit.job if last is None else last.data
-
-
-def check_undivided() -> None:
-    """Check that no engine with a unit exists, because DeepSpeed would divide another engine in the same way.
-
-    Raises:
-        UnsupportedError: one exists.
-    """
-    if isinstance(groups.mpu, RankUnit):
-        raise UnsupportedError(
-            f"{groups.mpu.pointer} is missing, but another engine of this process has it, and both engines must divide "
-            "the ranks alike; write the same into both, or destroy the first engine"
-        )
-
-
-def divide_data(engine: Any, unit: RankUnit, patches: Patches) -> None:
-    """Have the `deepspeed_io` of `engine` divide data over all ranks of the job.
-
-    DeepSpeed's own sampler would divide it over the ranks of `unit` only.
-    """
-    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
-
-
-def _over_all_ranks(
-    engine: Any, unit: RankUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
-) -> Any:
-    """Call DeepSpeed's `deepspeed_io` with a sampler that divides the data over all ranks of the job."""
-    given = inspect.signature(original).bind(dataset, *args, **options).arguments
-    if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
-        shuffle = given.get("route", "train") == "train"
-        rank, parts = unit.share_of_job
-        given["data_sampler"] = DistributedSampler(dataset, num_replicas=parts, rank=rank, shuffle=shuffle)
-    return original(**given)

@@ -14,13 +14,13 @@ from deepspeed_compress.backends.deepspeed import division, seams
 from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
 from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
-from deepspeed_compress.backends.deepspeed.division import (
+from deepspeed_compress.backends.deepspeed.divided_calls import (
     check_undivided,
     divide_call,
+    groups_restored_on_failure,
     make_divided,
-    make_islands,
-    make_nodes,
 )
+from deepspeed_compress.backends.deepspeed.division import make_islands, make_nodes
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
 from deepspeed_compress.backends.deepspeed.restarts import resume_newest
@@ -86,7 +86,7 @@ def _initialize(
 
     If this raises, later engines of this process are made as if it had not been tried.
     """
-    with division.groups_restored_on_failure():
+    with groups_restored_on_failure():
         return _made_and_attached(original, call, ds_config, wanted)
 
 

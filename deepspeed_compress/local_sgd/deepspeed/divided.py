@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed.division import divide_data
+from deepspeed_compress.backends.deepspeed.divided_calls import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
 from deepspeed_compress.checkpointing.catalog import LATEST, latest_tag

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import deepspeed_compress
 from deepspeed_compress import ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed import checks, limits, seams
-from deepspeed_compress.backends.deepspeed.division import IslandUnit
 from deepspeed_compress.backends.deepspeed.groups import downward_group
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.config import CompressConfig, parse_section
 from deepspeed_compress.integrations.run import _leave_gloo
 from deepspeed_compress.session.torch_version import check_torch
