@@ -38,5 +38,5 @@ NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 wait "$typed"
 wait "$compiled"
 [ $# -gt 0 ] || set -- -m "not slow"
-# Two processes per core, since each waits half of the time for programs that its tests start.
-python -m pytest -n "$((2 * $(nproc)))" --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"
+# Two processes per core, since each waits half of the time for programs that its tests start. nproc would obey OMP_NUM_THREADS.
+python -m pytest -n "$((2 * $(env -u OMP_NUM_THREADS nproc)))" --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"
