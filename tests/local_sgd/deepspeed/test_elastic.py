@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress.checkpointing.completeness import read_lists
+from deepspeed_compress.compression import state
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError, StateError
 from deepspeed_compress.local_sgd import shared_anchor
@@ -372,14 +373,14 @@ def comes_late(rank: int, job: Job, marks: Path) -> tuple[float, float, list[int
 
 
 def rates_after_loading(engine: Any, directory: str) -> dict[str, float]:
-    found, restore = {"before": engine.get_lr()[0]}, elastic.state.restore
+    found, restore = {"before": engine.get_lr()[0]}, state.restore
 
     def restored(*given: Any) -> Any:
         # No other island may take the anchor of this one before it is complete.
         assert engine.compression.islands.exchange.version == 0
         return restore(*given)
 
-    elastic.state.restore = restored
+    state.restore = restored
     engine.save_checkpoint(directory)
     for name, options in LOADED.items():
         engine.load_checkpoint(directory, **options)
