@@ -36,7 +36,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Moment:
-    """The engine at a save.
+    """State of the engine at a save.
 
     Attributes:
         zero_stage: ZeRO stage.

@@ -71,13 +71,18 @@ _SPARSE = TopKGradients(
     values=BlockwiseConfig(bits=2),
     error_feedback=ErrorFeedbackConfig(decay=0.95),
 )
-_SHORT = Outer(optimizer="nesterov", lr=0.7, momentum=0.5)
+_HALF_MOMENTUM = Outer(optimizer="nesterov", lr=0.7, momentum=0.5)
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "local_sgd": {"sync_every": 10, "exchange": _INT4},
     "diloco": {"sync_every": 30, "exchange": _INT4, "outer": Outer(optimizer="nesterov", lr=0.7)},
     "sparseloco": {"sync_every": 30, "exchange": _SPARSE},
-    "adam": {"sync_every": 30, "exchange": _INT4, "outer": _SHORT, "second_moments": SecondMoments(block_size=1)},
-    "muon": {"sync_every": 30, "exchange": _INT4, "outer": _SHORT},
+    "adam": {
+        "sync_every": 30,
+        "exchange": _INT4,
+        "outer": _HALF_MOMENTUM,
+        "second_moments": SecondMoments(block_size=1),
+    },
+    "muon": {"sync_every": 30, "exchange": _INT4, "outer": _HALF_MOMENTUM},
 }
 """Values that each preset sets unless the file does.
 
