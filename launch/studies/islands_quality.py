@@ -3,7 +3,8 @@
 
 All runs have the same text, seeds, batches and learning-rate schedule: AdamW with a warm-up of a tenth of the steps,
 then a cosine to a tenth of the rate, so that the last loss is that of a complete run. In the first tenth of the steps,
-islands exchange in every step. Losses are on held-out text, averaged over islands, after steps in which all exchange.
+islands exchange in every step. Losses are on held-out text, averaged over islands. The table has the last one that was
+measured after an exchange, next to the synchronous run's loss after the same step.
 The network is this machine's memory, which does not change any loss. Finished runs are kept and not repeated.
 
 examples, from the root of the repository:
@@ -52,7 +53,7 @@ EXCHANGES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "nesterov of 0.5, uncompressed": ({**NESTEROV, "momentum": 0.5}, {"method": "none"}),
     "nesterov of 0.7, 4 bits": ({**NESTEROV, "momentum": 0.7}, INT4),
 }
-INTERVALS = (5, 10, 30)
+INTERVALS = (5, 10, 30, 100)
 FASTER = (
     "average, 4 bits",
     "average, top-k",
@@ -75,7 +76,7 @@ INSIDE = ", muon"
 START = 0.1
 """Share of the steps at the start in which islands exchange every time."""
 EVAL_EVERY, EVAL_BATCHES = 30, 16
-"""With all intervals, islands exchange in every 30th step."""
+"""With intervals of at most 30 steps, islands exchange in every 30th step."""
 
 
 def variants(steps: int) -> dict[str, dict[str, Any]]:
@@ -90,7 +91,7 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
                 "sync_every": every,
                 "outer": outer,
                 "exchange": exchange,
-                # Intervals begin at a step that all of them have in common.
+                # Intervals of at most 30 steps begin together.
                 "warmup_steps": round(START * steps / EVAL_EVERY) * EVAL_EVERY,
                 **keys,
             },
@@ -162,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CompressError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    Console(width=120).print(table({key: curve for key, curve in curves.items() if curve is not None}))
+    sections = variants(options.steps)
+    Console(width=120).print(table({key: curve for key, curve in curves.items() if curve is not None}, sections))
     return int(any(curve is None for curve in curves.values()))
 
 
@@ -172,19 +174,36 @@ def file_of(options: argparse.Namespace, name: str, seed: int) -> Path:
     return path
 
 
-def table(curves: Mapping[tuple[str, int], Curve]) -> Table:
+def table(curves: Mapping[tuple[str, int], Curve], sections: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the table of last losses: means over seeds, and relative to an exchange in every step.
 
     A run is compared with the synchronous run of the same seed and optimizer.
     """
-    shown = Table("exchanges", "seeds", "held-out loss", "of synchronous")
-    for name in dict.fromkeys(name for name, _ in curves):
-        losses = {seed: curve.held_out[-1][1] for (one, seed), curve in curves.items() if one == name}
-        against = f"{SYNCHRONOUS}{INSIDE}" if name.endswith(INSIDE) else SYNCHRONOUS
-        ratios = [losses[seed] / curves[against, seed].held_out[-1][1] for seed in losses if (against, seed) in curves]
-        ratio = f"{100 * (statistics.fmean(ratios) - 1):+.2f} %" if ratios else "-"
-        shown.add_row(name, str(len(losses)), f"{statistics.fmean(losses.values()):.4f}", ratio)
+    shown = Table("exchanges", "seeds", "after step", "held-out loss", "of synchronous")
+    losses: dict[str, dict[int, Mapping[float, float]]] = {}
+    for (name, seed), curve in curves.items():
+        losses.setdefault(name, {})[seed] = dict(curve.held_out)
+    for name, found in losses.items():
+        synchronous = losses.get(f"{SYNCHRONOUS}{INSIDE}" if name.endswith(INSIDE) else SYNCHRONOUS, {})
+        step = last_exchange(sections[name], next(iter(found.values())))
+        shown.add_row(name, *(_row(found, synchronous, step) if step else (str(len(found)), "no exchange", "-", "-")))
     return shown
+
+
+def _row(
+    losses: Mapping[int, Mapping[float, float]], synchronous: Mapping[int, Mapping[float, float]], step: float
+) -> tuple[str, ...]:
+    """Return seeds, step, loss, and relative loss after `step`, of the losses of each seed after each step."""
+    ratios = [losses[seed][step] / synchronous[seed][step] - 1 for seed in losses if seed in synchronous]
+    mean = statistics.fmean(found[step] for found in losses.values())
+    ratio = f"{100 * statistics.fmean(ratios):+.2f} %" if ratios else "-"
+    return str(len(losses)), f"{step:,.0f}", f"{mean:.4f}", ratio
+
+
+def last_exchange(section: Mapping[str, Any], losses: Mapping[float, float]) -> float | None:
+    """Return the last evaluated step in which all islands exchanged, if any. Between exchanges, islands drift apart."""
+    every = section.get("islands", {}).get("sync_every", 1)
+    return max((step for step in losses if step % every == 0), default=None)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

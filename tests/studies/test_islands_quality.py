@@ -1,0 +1,42 @@
+"""Test the table of the study of rare exchanges."""
+
+from rich.table import Table
+
+from launch.studies.islands_quality import SYNCHRONOUS, last_exchange, table, variants
+from launch.studies.loss_curve import Curve
+
+RARE = "30 nesterov of 0.5, 4 bits, muon"
+SECTIONS = variants(1000)
+
+
+def cells(shown: Table) -> list[list[str]]:
+    return [list(map(str, column.cells)) for column in shown.columns]
+
+
+def curve(*held_out: tuple[float, float]) -> Curve:
+    return Curve(0, (), held_out)
+
+
+def test_islands_are_compared_after_their_last_exchange() -> None:
+    curves = {
+        (f"{SYNCHRONOUS}, muon", 0): curve((960, 4.2), (990, 4.0), (1000, 3.9)),
+        (SYNCHRONOUS, 0): curve((960, 1.0), (990, 1.0), (1000, 1.0)),
+        (RARE, 0): curve((960, 4.4), (990, 4.1), (1000, 4.6)),
+        (RARE, 1): curve((960, 4.4), (990, 4.3), (1000, 4.6)),
+    }
+    names, seeds, steps, losses, ratios = cells(table(curves, SECTIONS))
+    assert names == [f"{SYNCHRONOUS}, muon", SYNCHRONOUS, RARE]
+    assert seeds == ["1", "1", "2"]
+    assert steps == ["1,000", "1,000", "990"]
+    assert losses == ["3.9000", "1.0000", "4.2000"]
+    assert ratios == ["+0.00 %", "+0.00 %", "+2.50 %"], "only seed 0 has a synchronous run"
+
+
+def test_a_run_without_an_exchange_has_no_loss() -> None:
+    (_, *others) = cells(table({(RARE, 0): curve((20, 7.0))}, SECTIONS))
+    assert others == [["1"], ["no exchange"], ["-"], ["-"]]
+
+
+def test_every_evaluation_of_a_synchronous_run_counts() -> None:
+    assert last_exchange(SECTIONS[SYNCHRONOUS], {30: 5.0, 47: 4.0}) == 47
+    assert last_exchange(SECTIONS["100 average, 4 bits"], {30: 5.0, 900: 4.0, 990: 3.0}) == 900
