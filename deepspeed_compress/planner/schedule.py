@@ -17,7 +17,7 @@ from deepspeed_compress.planner.links import SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.stages import Stage, largest_stage, stages
 from deepspeed_compress.planner.term import Term, local
-from deepspeed_compress.planner.traffic import DataParallel, Traffic, Window, stage_message, tensor_traffic
+from deepspeed_compress.planner.traffic import PEER, DataParallel, Traffic, Window, stage_message, tensor_traffic
 
 _NOTHING = 1e-9
 """Seconds below which a term is left out."""
@@ -62,6 +62,11 @@ class MicroBatch:
         """Seconds in which the GPU waits for the CPU."""
         return self.forward + self.backward - self.work.busy
 
+    @property
+    def ahead(self) -> float:
+        """Seconds by which the CPU has issued this work before the GPU has done it."""
+        return max(0.0, self.work.busy - self.work.cpu)
+
 
 def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> MicroBatch:
     """Return the work of a micro-batch on the slowest stage."""
@@ -74,12 +79,13 @@ def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> Micro
 def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> list[Term]:
     """Return the terms whose seconds add up to those of a step."""
     stage = largest_stage(model, layout)
-    traffic = DataParallel(links, device, model, layout, stage).all()
+    traffic = list(DataParallel(links, device, model, layout, stage).all())
     terms = [
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
         _optimizer(device, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
+        _issuing(traffic, layout.accumulation * batch.ahead),
     ]
     return [term for term in terms if term.busy > _NOTHING]
 
@@ -171,3 +177,11 @@ def _overlapping(device: Device, messages: Iterable[Traffic], free: dict[Window,
         yield _message_term(traffic.name, traffic.message, exposed, f"{traffic.formula}; {hidden:.3g} s hidden")
         if traffic.coding:
             yield local(f"coding of {traffic.name}", "memory", traffic.coding, traffic.formula, "traffic.py")
+
+
+def _issuing(messages: Iterable[Traffic], ahead: float) -> Term:
+    """Return the time in which the GPU waits for the CPU to issue messages, which it does `ahead` seconds early."""
+    issue = sum(traffic.issue for traffic in messages)
+    waiting = max(0.0, issue - ahead)
+    formula = f"{1e3 * PEER:g} ms per peer and message, {issue:.3g} s; the CPU is {ahead:.3g} s ahead of the GPU"
+    return Term("issuing compressed messages", "launch", waiting, issue, 0.0, 0.0, formula, "traffic.py, an H200")

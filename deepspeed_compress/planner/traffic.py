@@ -21,6 +21,8 @@ SCALE_BITS = 0.125
 """Bits of the scales of method `blockwise` per element: 32 for each block of 256."""
 ENCODE, DECODE = 18, 6
 """Bytes per element that the kernels move: gradient, residual and payload; a decoded payload added to a sum."""
+PEER = 1e-4
+"""Seconds in which the CPU issues the kernels of one peer and message, measured on an H200 (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Traffic:
         pieces: Number of messages that follow each other.
         coding: Seconds of the kernels that compress and decompress.
         formula: Figures of the messages.
+        issue: Seconds in which the CPU issues compressed messages.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Traffic:
     pieces: float
     coding: float
     formula: str
+    issue: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,12 @@ class DataParallel:
         size = f"{parameters:.3g} elements of {mean:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         whole, window = message.times(pieces * repeated), self._gradient_window(bits)
-        return Traffic("gradients", whole, window, pieces, coding * repeated, formula)
+        issue = self._issue(pieces * repeated * group.ranks / inside) if bits else 0.0
+        return Traffic("gradients", whole, window, pieces, coding * repeated, formula, issue)
+
+    def _issue(self, peers: float) -> float:
+        """Return the seconds in which the CPU issues compressed messages to `peers` ranks."""
+        return self.device.issued(PEER) * peers
 
     def _gradient_widths(self, bits: int) -> tuple[float, float]:
         return self._widths(bits, 8 * self.device.gradient)
@@ -245,7 +254,8 @@ class DataParallel:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
-        return Traffic("gradients between nodes", message, "nothing", 1, coding, formula)
+        issue = self._issue(count) if bits else 0.0
+        return Traffic("gradients between nodes", message, "nothing", 1, coding, formula, issue)
 
     def _between_islands(self) -> Traffic:
         """Return the exchanges of changed weights in 4 bits, spread over the steps between them."""
@@ -255,4 +265,5 @@ class DataParallel:
         message = self.links.exchange(payload, group).times(2)
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
-        return Traffic("islands", message.times(1 / layout.sync_every), "nothing", 1, coding, formula)
+        message, issue = message.times(1 / layout.sync_every), self._issue(layout.islands) / layout.sync_every
+        return Traffic("islands", message, "nothing", 1, coding, formula, issue)

@@ -13,6 +13,8 @@ from deepspeed_compress.tools.tables import new_console, new_table, print_table
 
 SHOWN, OTHERS = 10, 3
 """Rows of the table: layouts that the program can start, and layouts that only Megatron can."""
+SAME = 0.005
+"""Relative difference below which two layouts are as fast as each other."""
 WIDTH = 160
 """Least width of tables in characters. A narrower table would break the names of layouts."""
 LEGEND = """\
@@ -150,11 +152,15 @@ def _summary(candidate: Candidate, job: Job) -> Iterator[str]:
 
 def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
     """Yield what would have to change for this candidate to win, or for the second to win over the first."""
-    ranked = plan.candidates
-    first = ranked[0]
-    if (candidate is first and len(ranked) < 2) or candidate.days < first.days:
+    first, *others = plan.candidates
+    if candidate.days < first.days:
         return
-    second = ranked[1] if candidate is first else candidate
+    rivals = others if candidate is first else [candidate]
+    second = next((one for one in rivals if one.days > first.days * (1 + SAME)), None)
+    if second is None:
+        if candidate is not first:
+            yield f"{candidate.layout} is as fast as {first.layout}."
+        return
     yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days)"
     for turn in turns(job, first.layout, second.layout):
         yield f"  with {turn.factor:.2g} times the rate of {turn.what}"

@@ -6,6 +6,7 @@ import pytest
 
 from deepspeed_compress.planner.learning import critical_batch, extra_tokens, island_gap, loss_gap
 from deepspeed_compress.planner.predict import Prediction
+from deepspeed_compress.planner.traffic import PEER
 from tests.planner.jobs import LLAMA_7B, LLAMA_70B, TOY, job, layout, predictor
 
 
@@ -68,6 +69,24 @@ def test_deepspeed_waits_for_gloo_but_compressed_gradients_hide() -> None:
         hidden += [term.busy - term.seconds for term in terms if term.name == "gradients"]
     assert hidden[0] == 0.0
     assert hidden[1] > 0.0
+
+
+def test_the_cpu_issues_compressed_messages_to_each_peer() -> None:
+    """The GPU waits for it only where a step has little work."""
+    name, nodes = "issuing compressed messages", (2, 16)
+    small = [layout(zero=2, data=8 * count, gradient_bits=4, accumulation=1) for count in nodes]
+    steps = [
+        job(f"{8 * count}xH100", "100gbit", model=TOY, per_node=8).predictor(one).predict(one)
+        for count, one in zip(nodes, small, strict=True)
+    ]
+    waits = [seconds(step, name) for step in steps]
+    busy = [sum(term.busy for term in step.terms if term.name == name) for step in steps]
+    pieces = round(busy[0] / (PEER * nodes[0]))
+    assert busy == pytest.approx([PEER * pieces * count for count in nodes])
+    assert 0.0 <= waits[0] < waits[1] <= busy[1]
+    large = predictor(model=LLAMA_7B).predict(layout(zero=2, gradient_bits=4))
+    assert seconds(large, name) == 0.0
+    assert not [term for term in predictor().predict(layout(zero=2)).terms if term.name == name], "uncompressed"
 
 
 def test_a_single_message_cannot_hide() -> None:

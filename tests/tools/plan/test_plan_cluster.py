@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.search import Job, Plan, search
 from deepspeed_compress.tools import plan_cluster, plan_cluster_plots
 from deepspeed_compress.tools.plan_cluster import read_batch, read_count
+from deepspeed_compress.tools.plan_cluster_tables import explain
 from tests.planner.jobs import LLAMA_1B, job
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -67,6 +69,19 @@ def test_a_layout_is_explained(model: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == out
     assert plan(model, "--explain", "999") == 1
     assert "--explain: 999 is not in the table" in capsys.readouterr().err
+
+
+def test_a_layout_that_is_as_fast_is_no_rival(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = job("16xA100", "10gbit", model=LLAMA_1B)
+    found = search(asked)
+    first, *_ = found.candidates
+    tied, slower = (replace(found.fitting[0], days=first.days * times) for times in (1.001, 1.2))
+    explain("1", replace(found, candidates=(first, tied)), asked)
+    assert "faster" not in capsys.readouterr().out
+    explain("2", replace(found, candidates=(first, tied)), asked)
+    assert f"{tied.layout} is as fast as {first.layout}." in capsys.readouterr().out
+    explain("1", replace(found, candidates=(first, tied, slower)), asked)
+    assert "if the latter took 20 % longer than predicted" in capsys.readouterr().out
 
 
 def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
