@@ -240,3 +240,28 @@ def compress_needs_install(document: Document, context: Context) -> Findings:
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
         instead = "ds-compress run in front of the script, or deepspeed_compress.install() at its beginning"
         yield key_finding((OUR_SECTION,), what, instead)
+
+
+@rule("DSC917", "info")
+def compress_ends_between_exchanges(document: Document, context: Context) -> Findings:
+    """Training ends between two exchanges of islands.
+
+    Each island then saves and evaluates weights of its own, which have a higher loss than those after an exchange.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "islands": {"size": 1, "sync_every": 30}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 990, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "islands": {"size": 1, "sync_every": 30}}}
+    Proof: accepts the last 10 steps of the islands are never averaged
+    """
+    path = ("scheduler", "params", "total_num_steps")
+    parsed, total = parsed_section(document), document.integer(*path)
+    islands = None if parsed is None else parsed.islands
+    if total is None or islands is None or islands.sync_steps is None or islands.elastic or islands.fragments > 1:
+        return
+    every, rest = islands.sync_steps, (total - islands.delay) % islands.sync_steps
+    if rest and total - islands.delay > max(every, islands.warmup_steps):
+        what = f"the last exchange is over {rest} steps before the end of {total} (islands.sync_every is {every})"
+        yield finding(path, what, str(total - rest))
