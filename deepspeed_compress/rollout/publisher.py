@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -13,23 +12,13 @@ from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
+from deepspeed_compress.rollout.chain import Chain, extend_chain, take_over
 from deepspeed_compress.rollout.ranks import PublishingRanks, finished
-from deepspeed_compress.rollout.shares import Chain, Share, digest_slices, make_manifest, write_share
+from deepspeed_compress.rollout.shares import Share, digest_slices, make_manifest, write_share
 from deepspeed_compress.rollout.slices import Region, Slice, find_holders, find_shares
 from deepspeed_compress.rollout.sources import find_held, unwrap
 from deepspeed_compress.rollout.store import Store
-from deepspeed_compress.rollout.versions import (
-    Dtype,
-    claim_store,
-    delete_old_versions,
-    delete_unfinished,
-    find_full_copies,
-    find_versions,
-    holds_claim,
-    model_digest,
-    read_manifest,
-    write_manifest,
-)
+from deepspeed_compress.rollout.versions import Dtype, model_digest
 
 
 @dataclass(frozen=True)
@@ -240,7 +229,7 @@ class Publisher:
         chain, self._chain = self._chain, None
         held = None if chain is None else self._held
         if chain is None:
-            chain = self._ranks.from_first(self._find_chain)
+            chain = self._ranks.from_first(lambda: take_over(self._store, self._dtype))
             digests = self._ranks.gather(lambda: digest_slices(copied.result()))
             if not full and model_digest(one for some in digests for one in some) == chain.digest:
                 same = Published(chain.version, chain.digest, 0, 0, 0.0, call.seconds, step=call.step, lag=call.lag)
@@ -258,29 +247,14 @@ class Publisher:
         self._spare, self._held, self._chain, self._held_since = self._held, new, chain, call.began
         return published
 
-    def _find_chain(self) -> Chain:
-        """Take over the store, return the end of its chain, and delete what a killed publisher left behind it."""
-        # A publisher that still runs must notice it before it completes a version, whose parts are deleted here.
-        claim = claim_store(self._store)
-        newest = max(find_versions(self._store), default=0)
-        delete_unfinished(self._store, newest)
-        full, digest = max(find_full_copies(self._store), default=0), ""
-        # A damaged manifest proves nothing, and no change leads to the bits of another type.
-        with suppress(RolloutError):
-            manifest = read_manifest(self._store, newest)
-            digest = manifest.digest if manifest.dtype == self._dtype else ""
-        return Chain(newest, digest, full, claim)
-
     def _complete(self, chain: Chain, shares: Sequence[Share], call: _Call) -> Published:
         """Complete a version of which all ranks have written their shares, and delete old ones.
 
         Raises:
             RolloutError: another publisher has taken over the store.
         """
-        _check_alone(self._store, chain)
         manifest = make_manifest(chain, self._dtype, shares)
-        size = write_manifest(self._store, manifest)
-        delete_old_versions(self._store, self._keep_full)
+        size = extend_chain(self._store, chain, manifest, self._keep_full)
         changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
         changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
         change_bytes = size + (0 if changes is None else changes.size)
@@ -311,29 +285,6 @@ def _check_options(dtype: Dtype, every: int, full_every: int, keep_full: int, bi
         raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
     if min(every, full_every, keep_full) < 1:
         raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
-
-
-def _check_alone(store: Store, chain: Chain) -> None:
-    """Check that no other publisher has written to the store since `chain` was read.
-
-    Raises:
-        RolloutError: one has.
-    """
-    newest = max(find_versions(store), default=0)
-    if newest > chain.version:
-        raise RolloutError(
-            f"another publisher has written version {newest} to the same store; end it, or use another store"
-        )
-    if not holds_claim(store, chain.claim):
-        raise RolloutError(
-            f"another publisher has started on the same store, and has deleted what was written of version "
-            f"{chain.version + 1}; end it, or use another store"
-        )
-    # A publisher that was held up between this check and its manifest may have replaced the version before ours.
-    if chain.digest and read_manifest(store, chain.version).digest != chain.digest:
-        raise RolloutError(
-            f"another publisher has replaced version {chain.version} in the same store; end it, or use another store"
-        )
 
 
 def _check_range(one: Slice, copy: Tensor) -> None:

@@ -10,28 +10,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.changes import encode, encode_lossy
 from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, SliceDigest, values_digest, write_parts
 from deepspeed_compress.rollout.slices import Slice
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Changes, Dtype, Manifest, model_digest, part_stem
-
-
-@dataclass(frozen=True)
-class Chain:
-    """End of the chain of versions in a store.
-
-    Attributes:
-        version: the newest version; 0 in an empty store.
-        digest: its model digest.
-        full: the newest version with a full copy.
-        claim: claim of the publisher (see `claim_store`).
-    """
-
-    version: int
-    digest: str
-    full: int
-    claim: str
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+from deepspeed_compress.rollout.chain import take_over
 from deepspeed_compress.rollout.changes import apply, encode_lossy
 from deepspeed_compress.rollout.versions import find_versions
 from tests.support.forks import run_forks
@@ -176,8 +177,7 @@ def test_a_publisher_does_not_complete_a_version_that_another_one_has_deleted(tm
     store = Interrupted(tmp_path)
     mine = Publisher(Values(torch.ones(3)), store)
     mine.publish()
-    other = Publisher(Values(torch.zeros(3)), DirectoryStore(tmp_path))
-    store.interrupt = other._find_chain
+    store.interrupt = lambda: take_over(DirectoryStore(tmp_path), "bf16")
     with pytest.raises(RolloutError, match="another publisher has started on the same store"):
         mine.publish(full=True)
     assert find_versions(store) == [1]
