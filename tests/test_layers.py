@@ -84,6 +84,7 @@ TABLE = {
     "launcher.messages": allow("transport.fields"),
     "launcher.fork_server": allow(lazily="config integrations.run torch"),
     "launcher.placement": allow(),
+    "launcher.job_state": allow("launcher.failures launcher.placement"),
     "launcher.heartbeat": allow(),
     "launcher.sizes": allow("config"),
     "checkpointing": allow("errors transport", "torch"),

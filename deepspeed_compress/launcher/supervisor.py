@@ -8,7 +8,6 @@ Messages contain the number of the start that they refer to. Messages of earlier
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_compress.launcher.failures import (
@@ -19,6 +18,7 @@ from deepspeed_compress.launcher.failures import (
     failing_slot,
     is_permanent,
 )
+from deepspeed_compress.launcher.job_state import Agent, JobOptions, JobState
 from deepspeed_compress.launcher.messages import Message
 from deepspeed_compress.launcher.placement import Host, Placement, place
 
@@ -29,74 +29,6 @@ Agents that receive nothing for half of this time end their ranks.
 """
 FAILED, SIGNALLED = 1, 128
 """Exit code of a failed job, and the offset that is added to the number of a signal that ended it."""
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """Parameters of a job.
-
-    Attributes:
-        id: identifier of the job. Agents of other jobs are refused.
-        hosts: number of hosts.
-        ranks: number of ranks on each host.
-        restarts: largest number of restarts.
-        hang: seconds without a heartbeat from any rank, after which all ranks are restarted.
-        wait: seconds to wait for hosts.
-    """
-
-    id: str
-    hosts: int
-    ranks: int
-    restarts: int
-    hang: float
-    wait: float
-
-
-@dataclass
-class _Agent:
-    """Connected agent.
-
-    `silent` is the seconds since the last heartbeat of its ranks; None until each of them has sent one.
-    """
-
-    address: str
-    slots: tuple[int, ...]
-    port: int
-    heard: float
-    silent: float | None = None
-    done: bool = False
-    stopped: bool = False
-
-
-@dataclass
-class _State:
-    """State of a job.
-
-    Attributes:
-        phase: "waiting" for hosts, "running", "stopping", or "over".
-        start: number of the current start.
-        restarts: number of restarts so far.
-        placement: hosts and slots of the ranks.
-        since: time at which the job began to wait for hosts.
-        signal: signal that asked the job to end; 0 for none.
-        steps: largest number of steps of any start, counted by the ranks.
-        step_seen: True if this start has made a step.
-        code: exit code of the job, once it is over.
-        why: reason for its end, once it is over.
-        failures: failures of all starts.
-    """
-
-    phase: str = "waiting"
-    start: int = 0
-    restarts: int = 0
-    placement: Placement | None = None
-    since: float | None = None
-    signal: int = 0
-    steps: int = 0
-    step_seen: bool = False
-    code: int = 0
-    why: str = ""
-    failures: list[Failure] = field(default_factory=list)
 
 
 class Supervisor:
@@ -113,8 +45,8 @@ class Supervisor:
 
     def __init__(self, options: JobOptions, size_problem: Callable[[int], str], log: Callable[[str], None]) -> None:
         self._options, self._size_problem, self._log = options, size_problem, log
-        self._agents: dict[str, _Agent] = {}
-        self._state = _State()
+        self._agents: dict[str, Agent] = {}
+        self._state = JobState()
         self._outbox: list[tuple[str, Message]] = []
         self._handlers: Mapping[str, Callable[[str, Message, float], None]] = {
             "join": self._join,
@@ -179,7 +111,7 @@ class Supervisor:
         if name in self._agents:
             # An agent joins once per connection, each time under a new name.
             return
-        self._agents[name] = _Agent(message["address"], tuple(message["slots"]), message["port"], now)
+        self._agents[name] = Agent(message["address"], tuple(message["slots"]), message["port"], now)
         if self._state.phase == "over":
             # It was considered lost when the job ended, and would wait forever for this message.
             self._send_over(name)
@@ -338,7 +270,7 @@ class Supervisor:
         placement = self._state.placement
         return [] if placement is None else [host.name for host in placement.hosts]
 
-    def _placed(self) -> dict[str, _Agent]:
+    def _placed(self) -> dict[str, Agent]:
         """Return the connected members that have ranks of this start."""
         return {name: self._agents[name] for name in self._placed_names() if name in self._agents}
 

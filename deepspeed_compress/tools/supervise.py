@@ -21,9 +21,10 @@ from deepspeed_compress.integrations.files import find_configurations
 from deepspeed_compress.launcher.directory import job_directory
 from deepspeed_compress.launcher.host import Agent
 from deepspeed_compress.launcher.host_resources import Slots
+from deepspeed_compress.launcher.job_state import JobOptions
 from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.sizes import size_problem
-from deepspeed_compress.launcher.supervisor import JobOptions, Supervisor
+from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.credentials import Credentials

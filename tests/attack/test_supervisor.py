@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed_compress.launcher.job_state import JobOptions
 from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
-from deepspeed_compress.launcher.supervisor import JobOptions, Supervisor
+from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
