@@ -177,14 +177,15 @@ def file_of(options: argparse.Namespace, name: str, seed: int) -> Path:
 def table(curves: Mapping[tuple[str, int], Curve], sections: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the table of last losses: means over seeds, and relative to an exchange in every step.
 
-    A run is compared with the synchronous run of the same seed and optimizer.
+    A run is compared with the synchronous run of the same seed, optimizer and learning rate.
     """
     shown = Table("exchanges", "seeds", "after step", "held-out loss", "of synchronous")
     losses: dict[str, dict[int, Mapping[float, float]]] = {}
     for (name, seed), curve in curves.items():
         losses.setdefault(name, {})[seed] = dict(curve.held_out)
     for name, found in losses.items():
-        synchronous = losses.get(f"{SYNCHRONOUS}{INSIDE}" if name.endswith(INSIDE) else SYNCHRONOUS, {})
+        ending = next((end for end in (*RATES, INSIDE) if name.endswith(end)), "")
+        synchronous = losses.get(f"{SYNCHRONOUS}{ending}", {})
         step = last_exchange(sections[name], next(iter(found.values())))
         shown.add_row(name, *(_row(found, synchronous, step) if step else (str(len(found)), "no exchange", "-", "-")))
     return shown

@@ -40,3 +40,11 @@ def test_a_run_without_an_exchange_has_no_loss() -> None:
 def test_every_evaluation_of_a_synchronous_run_counts() -> None:
     assert last_exchange(SECTIONS[SYNCHRONOUS], {30: 5.0, 47: 4.0}) == 47
     assert last_exchange(SECTIONS["100 average, 4 bits"], {30: 5.0, 900: 4.0, 990: 3.0}) == 900
+
+
+def test_islands_are_compared_at_the_same_learning_rate() -> None:
+    rates = ("", ", twice the rate")
+    curves = {(f"{SYNCHRONOUS}{rate}", 0): curve((990, loss)) for rate, loss in zip(rates, (4.0, 3.0), strict=True)}
+    curves |= {(f"30 average, 4 bits{rate}", 0): curve((990, 3.3)) for rate in rates}
+    *_, ratios = cells(table(curves, SECTIONS))
+    assert ratios == ["+0.00 %", "+0.00 %", "-17.50 %", "+10.00 %"]
