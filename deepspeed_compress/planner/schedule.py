@@ -180,7 +180,7 @@ def _overlapping(device: Device, messages: Iterable[Traffic], free: dict[Window,
 
 
 def _issuing(messages: Iterable[Traffic], ahead: float) -> Term:
-    """Return the time in which the GPU waits for the CPU to issue messages, which it does `ahead` seconds early."""
+    """Return the time that the GPU waits for the CPU to issue messages, if the CPU is `ahead` seconds ahead of it."""
     issue = sum(traffic.issue for traffic in messages)
     waiting = max(0.0, issue - ahead)
     formula = f"{1e3 * PEER:g} ms per peer and message, {issue:.3g} s; the CPU is {ahead:.3g} s ahead of the GPU"

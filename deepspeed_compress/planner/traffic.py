@@ -22,7 +22,7 @@ SCALE_BITS = 0.125
 ENCODE, DECODE = 18, 6
 """Bytes per element that the kernels move: gradient, residual and payload; a decoded payload added to a sum."""
 PEER = 1e-4
-"""Seconds in which the CPU issues the kernels of one peer and message, measured on an H200 (docs/gpu.md)."""
+"""Seconds that the CPU takes to issue the kernels for one message of one peer, measured on an H200 (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Traffic:
         pieces: Number of messages that follow each other.
         coding: Seconds of the kernels that compress and decompress.
         formula: Figures of the messages.
-        issue: Seconds in which the CPU issues compressed messages.
+        issue: Seconds that the CPU takes to issue compressed messages.
     """
 
     name: str
@@ -136,9 +136,9 @@ class DataParallel:
         issue = self._issue(pieces * repeated * group.ranks / inside) if bits else 0.0
         return Traffic("gradients", whole, window, pieces, coding * repeated, formula, issue)
 
-    def _issue(self, peers: float) -> float:
-        """Return the seconds in which the CPU issues compressed messages to `peers` ranks."""
-        return self.device.issued(PEER) * peers
+    def _issue(self, messages: float) -> float:
+        """Return the seconds that the CPU takes to issue compressed messages, counted once for each peer."""
+        return self.device.issued(PEER) * messages
 
     def _gradient_widths(self, bits: int) -> tuple[float, float]:
         return self._widths(bits, 8 * self.device.gradient)

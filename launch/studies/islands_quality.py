@@ -194,7 +194,7 @@ def table(curves: Mapping[tuple[str, int], Curve], sections: Mapping[str, Mappin
 def _row(
     losses: Mapping[int, Mapping[float, float]], synchronous: Mapping[int, Mapping[float, float]], step: float
 ) -> tuple[str, ...]:
-    """Return seeds, step, loss, and relative loss after `step`, of the losses of each seed after each step."""
+    """Return the cells of a row after its name. Losses are given by seed, and then by step."""
     ratios = [losses[seed][step] / synchronous[seed][step] - 1 for seed in losses if seed in synchronous]
     mean = statistics.fmean(found[step] for found in losses.values())
     ratio = f"{100 * statistics.fmean(ratios):+.2f} %" if ratios else "-"
