@@ -1,9 +1,4 @@
-"""Background checkpoints, for which training does not wait: DeepSpeed's `checkpoint_engine`, and the work in each step.
-
-DeepSpeed's `save_checkpoint` passes every file to `engine.checkpoint_engine` (runtime/checkpoint_engine). Ours keeps
-the contents, and a separate process writes them (`writer`). It declares itself decoupled, so that DeepSpeed does
-not write the file `latest`; the writer does so once the files of all ranks exist.
-"""
+"""Background checkpoints, for which training does not wait: each save and load, and the work in each step."""
 
 import atexit
 import os
@@ -19,8 +14,6 @@ from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
 from deepspeed_compress.backends.deepspeed.groups import destroy_groups
@@ -28,6 +21,7 @@ from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_
 from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
+from deepspeed_compress.checkpointing.deepspeed.engine_files import EngineFiles, OpenCheckpoint
 from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, check_only_engine, start_of_all
 from deepspeed_compress.checkpointing.deepspeed.limits import check_saving
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
@@ -37,7 +31,7 @@ from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, f
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
-from deepspeed_compress.checkpointing.writer import Task, tried, write_torch
+from deepspeed_compress.checkpointing.writer import Task, tried
 from deepspeed_compress.compression import state
 from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
@@ -55,8 +49,8 @@ def attach_background(engine: Any, settings: Checkpointing, patches: Patches) ->
     check_saving(engine)
     saving = BackgroundSaving(engine, settings)
     patches.on_undo(saving.cleanup)
-    patches.replace(engine, "checkpoint_engine", saving)
-    patches.wrap(engine, "_copy_recovery_script", saving.copy_script)
+    patches.replace(engine, "checkpoint_engine", saving.files)
+    patches.wrap(engine, "_copy_recovery_script", saving.files.copy_script)
     return saving
 
 
@@ -70,14 +64,7 @@ def _clean_up(saving: "weakref.ref[BackgroundSaving]", process: int) -> None:
         found.cleanup()
 
 
-class _Scripts:
-    """Stand-in for an engine, with what DeepSpeed needs to copy its recovery script next to checkpoints."""
-
-    _copy_recovery_script = DeepSpeedEngine._copy_recovery_script
-    _change_recovery_script_permissions = DeepSpeedEngine._change_recovery_script_permissions
-
-
-class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc]
+class BackgroundSaving(Participant):
     """Background saving of one engine. All ranks of the job call the same methods in the same order.
 
     Args:
@@ -86,7 +73,7 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
     """
 
     def __init__(self, engine: Any, settings: Checkpointing) -> None:
-        super().__init__()
+        self.files = EngineFiles(self.cleanup)
         self._engine, self._settings = engine, settings
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._run, self._count, self._start = new_run(), 0, start_of_all()
@@ -103,10 +90,6 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             self._release()
             raise
         self._copies = copies_for_device()
-        self._open: Snapshot | None = None
-        self._queue = self._disk
-        self._claim = Claim(Path(), self._start)
-        """Claim of the checkpoint that is being saved, like `_queue`."""
         self._copying: Thread | None = None
         self._automatic = self._has_saved = False
         self._saved = -1
@@ -120,40 +103,8 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         atexit.register(self._at_exit)
         self._client_state: Callable[[], dict[str, Any]] = dict
 
-    # Methods that DeepSpeed calls.
-
-    def is_decoupled(self) -> bool:
-        """Return True, so that DeepSpeed does not write the file `latest`."""
-        return True
-
-    def preserves_storage_sharing(self) -> bool:
-        """Return False: every tensor is written separately, so DeepSpeed need not copy tensors that share a buffer."""
-        return False
-
-    def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing: `saving` has already started the checkpoint."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory. A failure is ignored here, and reported to all ranks as a failed checkpoint."""
-        with suppress(OSError):
-            super().makedirs(path, exist_ok)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`).
-
-        The program waits for such an export, so `max_rate` would only prolong it.
-        """
-        if self._open is None:
-            write_torch(state_dict, Path(path), None)
-            return
-        call = Call(write_torch, (state_dict, Path(path), self._queue.rate, self._claim.held), (Path(path),))
-        self._open.add(call)
-
     def cleanup(self) -> None:
-        """Write everything that was saved, and end the writer processes.
-
-        DeepSpeed calls this when the engine is destroyed. A second call does nothing.
-        """
+        """Write everything that was saved, and end the writer processes. A second call does nothing."""
         atexit.unregister(self._at_exit)
         if self._sigterm is not None:
             self._sigterm.stop_listening()
@@ -172,8 +123,6 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
             self._memory = None
         destroy_groups([self._group])
 
-    # Methods that this package calls; those of participants first.
-
     @property
     def memory_directory(self) -> Path | None:
         """Return the directory of checkpoints in memory on this host; None without them."""
@@ -181,16 +130,9 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
 
     def write_state(self, contents: state.Contents, file: Path) -> None:
         """Keep a state of compression, whose files belong to the current checkpoint, next to DeepSpeed's."""
-        assert self._open is not None, "save_checkpoint is not running"
-        files = (file, file.with_suffix(".json"))
-        self._open.add(Call(state.write, (contents, file, self._claim.held), files))
-
-    def copy_script(self, original: Callable[[str], None], save_path: str) -> None:
-        """Have the writer process run DeepSpeed's `_copy_recovery_script`, for checkpoints on disk only."""
-        if self._open is None:
-            original(save_path)
-        elif self._queue is self._disk:
-            self._open.add(Call(_Scripts()._copy_recovery_script, (save_path,), ()))
+        now = self.files.open
+        assert now is not None, "save_checkpoint is not running"
+        now.snapshot.add(Call(state.write, (contents, file, now.claim.held), (file, file.with_suffix(".json"))))
 
     @contextmanager
     def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
@@ -210,18 +152,19 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         )
         self.before_step()
         in_memory = self._memory is not None and save.directory == self._memory.directory
-        self._queue = self._queues[-1] if in_memory else self._disk
-        self._claim = self._claimed(save, in_memory)
-        memory = self._queue.take_memory()
-        self._open = Snapshot(memory, self._copies)
+        queue = self._queues[-1] if in_memory else self._disk
+        claim = self._claimed(save, in_memory)
+        memory = queue.take_memory()
+        snapshot = Snapshot(memory, self._copies)
+        self.files.open = OpenCheckpoint(snapshot, claim, queue.rate, in_memory)
         try:
             yield replace(request, directory=str(directory), in_memory=in_memory)
-            self._send(save, self._open, memory)
+            self._send(queue, self._task(save, claim), snapshot, memory)
         except BaseException:
-            self._queue.give_back(memory)
+            queue.give_back(memory)
             raise
         finally:
-            self._open, self._queue = None, self._disk
+            self.files.open = None
         if not self._settings.asynchronous:
             self.wait()
 
@@ -358,20 +301,19 @@ class BackgroundSaving(TorchCheckpointEngine, Participant):  # type: ignore[misc
         finally:
             self._automatic = False
 
-    def _send(self, save: Save, snapshot: Snapshot, memory: Memory) -> None:
+    def _send(self, queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory) -> None:
         # A failure, such as a lack of memory, is a problem of one checkpoint only.
         _, problem = tried(snapshot.copy)
-        task = self._task(save)
-        self._queue.begin(task, memory)
-        self._copying = Thread(target=_copy_and_send, args=(self._queue, task, snapshot, memory, problem))
+        queue.begin(task, memory)
+        self._copying = Thread(target=_copy_and_send, args=(queue, task, snapshot, memory, problem))
         self._copying.start()
 
-    def _task(self, save: Save) -> Task:
+    def _task(self, save: Save, claim: Claim) -> Task:
         patience, keep = seconds(self._settings.timeout), self._settings.keep if save.automatic else None
         if self._memory is not None and save.directory == self._memory.directory:
             # No directory has the files of all ranks, so no writer waits for those of the others.
-            return self._memory.task(Task(save, self._rank, self._claim, NOTHING, False, patience))
-        return Task(save, self._rank, self._claim, NOTHING, self._rank == 0, patience, keep)
+            return self._memory.task(Task(save, self._rank, claim, NOTHING, False, patience))
+        return Task(save, self._rank, claim, NOTHING, self._rank == 0, patience, keep)
 
 
 def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
