@@ -94,7 +94,7 @@ def freed() -> Any:
 
     def forgetful(*args: Any) -> Any:
         sent = begin(*args)
-        bare = PendingExchange({peer: arrival.work for peer, arrival in sent.exchange.receives.items()})
+        bare = PendingExchange([arrival.work for arrival in sent.exchange.receives])
         return replace(sent, outgoing=(), exchange=bare)
 
     return patch.object(PayloadReducer, "_send_parts", forgetful)
