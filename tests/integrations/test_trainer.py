@@ -116,7 +116,7 @@ def load_and_train(rank: int, saved: str, *jobs: Job) -> list[tuple[int, dict[st
         trainer = loading_trainer(saved, job)
         trainer.evaluate()
         evaluated = weights(trainer.model_wrapped)
-        # DeepSpeed keeps engines of ZeRO 3, and the next section may divide the ranks in another way.
+        # DeepSpeed never frees an engine of ZeRO 3, and the next section may divide the ranks in another way.
         trainer.model_wrapped.destroy()
         forget_accelerate()
         trainer = loading_trainer(saved, job)

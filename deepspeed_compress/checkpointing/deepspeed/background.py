@@ -151,15 +151,17 @@ class BackgroundSaving(Participant):
             automatic=self._automatic,
         )
         self.before_step()
-        in_memory = self._memory is not None and save.directory == self._memory.directory
-        queue = self._queues[-1] if in_memory else self._disk
+        host = self._memory if save.directory == self.memory_directory else None
+        in_memory, queue = host is not None, self._disk if host is None else self._queues[-1]
         claim = self._claimed(save, in_memory)
         memory = queue.take_memory()
         snapshot = Snapshot(memory, self._copies)
         self.files.open = OpenCheckpoint(snapshot, claim, queue.rate, in_memory)
         try:
             yield replace(request, directory=str(directory), in_memory=in_memory)
-            self._send(queue, self._task(save, claim), snapshot, memory)
+            # A failure, such as a lack of memory, is a problem of one checkpoint only.
+            _, problem = tried(snapshot.copy)
+            self._send(queue, self._task(save, claim, host), snapshot, memory, problem)
         except BaseException:
             queue.give_back(memory)
             raise
@@ -301,18 +303,16 @@ class BackgroundSaving(Participant):
         finally:
             self._automatic = False
 
-    def _send(self, queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory) -> None:
-        # A failure, such as a lack of memory, is a problem of one checkpoint only.
-        _, problem = tried(snapshot.copy)
+    def _send(self, queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
         queue.begin(task, memory)
         self._copying = Thread(target=_copy_and_send, args=(queue, task, snapshot, memory, problem))
         self._copying.start()
 
-    def _task(self, save: Save, claim: Claim) -> Task:
+    def _task(self, save: Save, claim: Claim, host: HostMemory | None) -> Task:
         patience, keep = seconds(self._settings.timeout), self._settings.keep if save.automatic else None
-        if self._memory is not None and save.directory == self._memory.directory:
+        if host is not None:
             # No directory has the files of all ranks, so no writer waits for those of the others.
-            return self._memory.task(Task(save, self._rank, claim, NOTHING, False, patience))
+            return host.task(Task(save, self._rank, claim, NOTHING, False, patience))
         return Task(save, self._rank, claim, NOTHING, self._rank == 0, patience, keep)
 
 

@@ -43,7 +43,7 @@ class OpenCheckpoint:
     in_memory: bool
 
 
-class EngineFiles(TorchCheckpointEngine):  # type: ignore[misc]
+class EngineFiles(TorchCheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
     """Files of one engine: those of the checkpoint `open` are kept, and others are written immediately.
 
     Args:

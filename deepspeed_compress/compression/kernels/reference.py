@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference_bases, reference_bits, reference_kinds
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.reference_kinds import KINDS
 
 dct_tiles, hadamard_tiles = reference_bases.dct_tiles, reference_bases.hadamard_tiles
 pack_bits, unpack_bits = reference_bits.pack_bits, reference_bits.unpack_bits
@@ -177,7 +176,7 @@ def quantize_blocks(
     """
     if residual is not None:
         x = x + residual.before.to(torch.float32) * residual.decay
-    kind, values = KINDS[form.kind], torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+    kind, values = reference_kinds.KINDS[form.kind], torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     noise = uniform(x.numel(), key, x.device) if key is not None else None
     for blocks, elements, shape in _blocks(x.numel(), form.block_size):
         rows = x[elements].view(shape)
@@ -195,7 +194,7 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
     """Add `scale` times the values that `quantize_blocks` encoded to `out` (flat fp32 [n]): (s * `scale`) * code."""
     values, scales = _unpack(codes, form, out.numel()), numbers.to(torch.float32)
     for blocks, elements, shape in _blocks(out.numel(), form.block_size):
-        signed = KINDS[form.kind].signed(values[elements], form.bits).view(shape)
+        signed = reference_kinds.KINDS[form.kind].signed(values[elements], form.bits).view(shape)
         dequantize_rows_add(scales[blocks], signed, out[elements].view(shape), scale)
 
 

@@ -20,7 +20,7 @@ class Kind:
     Attributes:
         scales: from rows (fp32 [r, b]), levels and dtype to scales, fp32 [r], exact in that dtype.
         codes: from rows, scales, levels and noise to codes, one byte each [r, b].
-        signed: from codes (uint8) and their number of bits to int8 multiples of s.
+        signed: from codes (uint8) and their number of bits to multiples of the scale, int8.
     """
 
     scales: Callable[[Tensor, int, torch.dtype], Tensor]
