@@ -145,7 +145,7 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
-    "agents.endpoint": allow("agents errors", "fastapi starlette"),
+    "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"

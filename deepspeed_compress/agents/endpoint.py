@@ -7,14 +7,16 @@ Fields that would change an answer but are not implemented are refused by name (
 template, but tool calls in answers stay text. An answer ends with the token that completes one of its stop strings. As
 in vLLM, only its text is cut before the string: token ids and log-probabilities are those of all sampled tokens.
 
-Errors have OpenAI's form, `{"error": {"message": ...}}`, whose message its clients show.
+Errors have OpenAI's form, `{"error": {"message": ...}}`, whose message its clients show. Requests whose client has
+disconnected are canceled.
 """
 
 import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -29,6 +31,7 @@ from starlette.types import Message as HttpMessage
 from deepspeed_compress.agents.generation import StopStrings
 from deepspeed_compress.agents.policy import Answer, Policy
 from deepspeed_compress.agents.requests import ChatRequest, check, make_prompt
+from deepspeed_compress.config.problems import show
 from deepspeed_compress.errors import RolloutError
 
 _LARGEST_BODY = 1 << 26
@@ -44,10 +47,11 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
         name: name of the model.
         secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
     """
-    app = FastAPI(title=name, exception_handlers={StarletteError: _refused, RequestValidationError: _malformed})
+    handlers: Any = {StarletteError: _refused, RequestValidationError: _malformed, Exception: _failed}
+    app = FastAPI(title=name, exception_handlers=handlers)
     app.add_middleware(_Guard, secret=secret)
     service = _Service(policy, tokenizer, name)
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/version", service.version, methods=["GET"])
     return app
@@ -57,14 +61,21 @@ async def _refused(_: Request, error: StarletteError) -> JSONResponse:
     return _error(error.status_code, str(error.detail), error.headers)
 
 
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    return _error(500, f"{type(error).__name__}: {error}")
+
+
 async def _malformed(_: Request, error: RequestValidationError) -> JSONResponse:
     problems = (f"/{'/'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
     return _error(422, "; ".join(problems))
 
 
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def _error(
+    status: int, message: str, headers: Mapping[str, str] | None = None, code: str | None = None
+) -> JSONResponse:
+    """Return an error. Clients tell some errors apart by OpenAI's `code`."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status, headers)
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers)
 
 
 class _Guard:
@@ -75,7 +86,9 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._admits(Headers(scope=scope).get("authorization", "")):
-            refusal = _error(401, "the bearer token is missing or wrong")
+            # LiteLLM knows a wrong key by the first words only.
+            message = "Incorrect API key provided: the bearer token is missing or wrong"
+            refusal = _error(401, message, code="invalid_api_key")
             await refusal(scope, receive, send)
         else:
             await self._app(scope, _BoundedBody(receive), send)
@@ -99,6 +112,22 @@ class _BoundedBody:
         return message
 
 
+async def _while_connected(futures: Sequence["Future[Answer]"], connection: Request) -> list[Answer]:
+    """Return the answers. If one fails, or the client disconnects, cancel all that it still waits for."""
+    answers = asyncio.gather(*map(asyncio.wrap_future, futures))
+    # The body has been read, so the next message is that the client has disconnected.
+    disconnected = asyncio.ensure_future(connection.receive())
+    try:
+        await asyncio.wait((answers, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            raise HTTPException(499, "the client has disconnected")
+        return await answers
+    finally:
+        disconnected.cancel()
+        for future in futures:
+            future.cancel()
+
+
 class _Service:
     """Handlers of the endpoint."""
 
@@ -111,15 +140,20 @@ class _Service:
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "deepspeed_compress"}]}
 
-    async def chat(self, request: ChatRequest) -> dict[str, Any]:
+    async def chat(self, request: ChatRequest, connection: Request) -> dict[str, Any] | JSONResponse:
+        if request.model not in (None, self._name):
+            known = f"/model: {show(request.model)} does not exist (allowed: {show(self._name)})"
+            return _error(404, known, code="model_not_found")
         check(request, self._tokenizer)
-        prompt, sampling = make_prompt(request, self._tokenizer), request.sampling(self._tokenizer)
+        prompt = make_prompt(request, self._tokenizer)
         if not prompt:
             raise HTTPException(400, "the messages contain no token of the model's vocabulary")
+        longest = self._policy.longest
+        sampling = request.sampling(self._tokenizer, None if longest is None else longest - len(prompt))
         self._check_length(len(prompt) + sampling.max_tokens)
         futures = [self._policy.submit(prompt, sampling) for _ in range(request.n)]
         try:
-            answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            answers = await _while_connected(futures, connection)
         except asyncio.CancelledError:
             if not self._policy.stopped:
                 raise

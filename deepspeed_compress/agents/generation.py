@@ -1,6 +1,6 @@
 """Sampling of completions, with the log-probabilities that training needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,21 @@ _UNCHANGED: Mapping[str, Any] = {
     "begin_suppress_tokens": None,
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "watermarking_config": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "stop_strings": None,
+    "max_time": None,
+    "num_return_sequences": 1,
 }
-"""Settings of `generate` that change the logits. A model's generation_config.json may have others, and
+"""Settings of `generate` that change what is sampled. A model's generation_config.json may have others, and
 log-probabilities would then not be those of the distribution that is sampled from."""
+_GREEDY_BELOW = 1e-5
+"""Temperature below which the likeliest token is taken, as in vLLM. Divided by it, logits could be infinite."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Sampling:
 
     Attributes:
         max_tokens: largest number of tokens in a completion.
-        temperature: divisor of the logits; 0 always takes the likeliest token.
+        temperature: divisor of the logits; 0, or less than 1e-5, always takes the likeliest token.
         top_p: share of the probability from which tokens are taken, the likeliest ones first.
         stop: strings that end a completion.
     """
@@ -83,29 +95,68 @@ class Completion:
     finished: bool
 
 
-class _StopCriterion:
-    """Criterion of `generate` that ends the rows whose text after `begin` tokens has a stop string.
+def end_tokens(model: Any, end: int | Iterable[int] | None) -> frozenset[int]:
+    """Return the ids of all tokens that end a completion: `end`, and those of the model's configurations.
 
-    That of transformers would also find strings that begin in the prompt.
+    A tokenizer names one token, but chat models may end a turn with another one, which generation_config.json lists.
+    """
+    settings = (model.config.get_text_config(), model.generation_config)
+    found = (end, *(getattr(one, "eos_token_id", None) for one in settings))
+    return frozenset().union(*map(_ids, found))
+
+
+def _ids(end: int | Iterable[int] | None) -> Iterable[int]:
+    if end is None:
+        return ()
+    return (end,) if isinstance(end, int) else end
+
+
+class _Steps:
+    """Parts of `generate` that are called in each of its steps, and keep nothing that grows with the vocabulary.
+
+    As a criterion, it ends the rows that are canceled, and those whose text after `begin` tokens has a stop string.
+    The criterion of transformers would also find strings that begin in the prompt.
 
     Attributes:
-        lengths: number of sampled tokens of each such row.
+        logprobs: log-probabilities of the tokens of each step, of shape [B].
+        lengths: number of sampled tokens of each row that a stop string ended.
     """
 
-    def __init__(self, stop: StopStrings, begin: int) -> None:
-        self._stop, self._begin = stop, begin
+    def __init__(self, sampling: Sampling, begin: int, canceled: Callable[[int], bool]) -> None:
+        self._stop, self._begin, self._canceled = sampling.stop, begin, canceled
+        self._temperature = sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 1.0
+        self._logits = torch.empty(0)
+        self.logprobs: list[Tensor] = []
         self.lengths: dict[int, int] = {}
 
+    def keep_logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Keep the logits of this step, of shape [B, V], until its tokens are chosen. Return them unchanged."""
+        self._logits = logits.float() / self._temperature
+        return logits
+
     def __call__(self, tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-        for row, sampled in enumerate(tokens[:, self._begin :].tolist()):
-            if row not in self.lengths and self._stop.end(sampled):
-                self.lengths[row] = len(sampled)
-        return torch.tensor([row in self.lengths for row in range(len(tokens))], device=tokens.device)
+        chosen = self._logits.gather(-1, tokens[:, -1:]).squeeze(-1)
+        self.logprobs.append(chosen - self._logits.logsumexp(-1))
+        if self._stop.strings:
+            for row, sampled in enumerate(tokens[:, self._begin :].tolist()):
+                if row not in self.lengths and self._stop.end(sampled):
+                    self.lengths[row] = len(sampled)
+        ended = [row in self.lengths or self._canceled(row) for row in range(len(tokens))]
+        return torch.tensor(ended, device=tokens.device)
+
+
+def _never(_: int) -> bool:
+    return False
 
 
 @torch.no_grad()
 def complete(
-    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, pad: int, end: int | None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    pad: int | None,
+    end: int | Iterable[int] | None,
+    canceled: Callable[[int], bool] = _never,
 ) -> list[Completion]:
     """Sample one completion of each prompt with `model.generate` of transformers.
 
@@ -113,37 +164,40 @@ def complete(
         model: a causal language model of transformers.
         prompts: token ids of each prompt.
         sampling: how to sample.
-        pad: id of the padding token.
-        end: id of the token that ends a completion; None if there is none.
+        pad: id of the padding token; None if the tokenizer has none. The model does not attend to padding.
+        end: ids of the tokens that end a completion, or one id; None if there is none. See `end_tokens`.
+        canceled: tells after each token if the completion of a prompt, by its number, is no longer needed. It then ends
+            early.
     """
-    longest = max(map(len, prompts))
-    tokens = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+    ends, padding, longest = frozenset(_ids(end)), pad or 0, max(map(len, prompts))
+    rows = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     attention = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     greedy = {"do_sample": False}
     cuts = {"top_p": sampling.top_p, "top_k": 0, "min_p": None, "typical_p": 1.0}
     sampled = {"do_sample": True, "temperature": sampling.temperature, **cuts}
-    criterion = _StopCriterion(sampling.stop, longest)
-    found = model.generate(
-        tokens,
+    steps = _Steps(sampling, longest, canceled)
+    sequences = model.generate(
+        torch.tensor(rows, device=model.device),
         attention_mask=attention.to(model.device),
         max_new_tokens=sampling.max_tokens,
-        pad_token_id=pad,
-        eos_token_id=end,
-        stopping_criteria=[criterion] if sampling.stop.strings else None,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **_UNCHANGED,
-        **(sampled if sampling.temperature else greedy),
+        pad_token_id=padding,
+        eos_token_id=sorted(ends) or None,
+        logits_processor=[steps.keep_logits],
+        stopping_criteria=[steps],
+        return_dict_in_generate=False,
+        **{name: value for name, value in _UNCHANGED.items() if hasattr(model.generation_config, name)},
+        **(greedy if sampling.temperature < _GREEDY_BELOW else sampled),
     )
-    chosen = found.sequences[:, longest:].cpu()
-    logits = torch.stack(found.logits, 1).float().cpu() / (sampling.temperature or 1.0)
-    logprobs = logits.log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-    rows = enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True))
-    return [_ended(*row, end, criterion.lengths.get(number)) for number, row in rows]
+    chosen = sequences[:, longest:].tolist()
+    logprobs = torch.stack(steps.logprobs, 1).tolist()
+    return [
+        _ended(*row, ends, steps.lengths.get(number)) for number, row in enumerate(zip(chosen, logprobs, strict=True))
+    ]
 
 
-def _ended(tokens: list[int], logprobs: list[float], end: int | None, stopped: int | None) -> Completion:
+def _ended(tokens: list[int], logprobs: list[float], ends: Container[int], stopped: int | None) -> Completion:
     """Return a completion without the padding behind its end, of `stopped` tokens if a stop string ended it."""
     tokens = tokens[:stopped]
-    length = tokens.index(end) + 1 if end is not None and end in tokens else len(tokens)
-    return Completion(tuple(tokens[:length]), tuple(logprobs[:length]), stopped is not None or end in tokens)
+    length = next((place for place, token in enumerate(tokens, 1) if token in ends), None)
+    kept = tokens[:length]
+    return Completion(tuple(kept), tuple(logprobs[: len(kept)]), stopped is not None or length is not None)

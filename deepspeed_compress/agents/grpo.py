@@ -104,10 +104,13 @@ class Batch:
     advantages: Tensor
 
 
-def collate(samples: Sequence[Sample], of_samples: Sequence[float], pad: int, device: torch.device) -> Batch:
-    """Return `samples`, whose advantages are `of_samples`, as a batch; `pad` is the id of the padding token."""
+def collate(samples: Sequence[Sample], of_samples: Sequence[float], pad: int | None, device: torch.device) -> Batch:
+    """Return `samples`, whose advantages are `of_samples`, as a batch.
+
+    `pad` is the id of the padding token; None if the tokenizer has none. The model does not attend to padding.
+    """
     longest = max(len(one.prompt) + len(one.completion) for one in samples)
-    tokens = torch.full((len(samples), longest), pad)
+    tokens = torch.full((len(samples), longest), pad or 0)
     attention = torch.zeros(len(samples), longest, dtype=torch.int64)
     weights, logprobs = torch.zeros(len(samples), longest - 1), torch.zeros(len(samples), longest - 1)
     for row, one in enumerate(samples):

@@ -68,7 +68,7 @@ class Learner:
     Args:
         engine: the DeepSpeed engine. An optimizer step takes its micro-batches, of completions, on all data-parallel
             ranks.
-        pad: id of the padding token.
+        pad: id of the padding token; None if the tokenizer has none.
         settings: how the policy learns.
         reference: model from which the policy should not diverge; needed if `settings.divergence` is not 0.
 
@@ -76,7 +76,7 @@ class Learner:
         UnsupportedError: the engine is a pipeline, or divides sequences among ranks.
     """
 
-    def __init__(self, engine: Any, pad: int, settings: LearnerSettings, reference: Any = None) -> None:
+    def __init__(self, engine: Any, pad: int | None, settings: LearnerSettings, reference: Any = None) -> None:
         if settings.divergence and reference is None:
             raise ValueError(f"divergence is {settings.divergence}, so a reference model is needed")
         _check_whole_completions(engine)

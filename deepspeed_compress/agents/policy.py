@@ -1,13 +1,20 @@
 """A policy that serves requests from a thread of its own, and takes new weights between batches of requests."""
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from deepspeed_compress.agents.generation import Completion, Sampling, complete
+from deepspeed_compress.agents.generation import Completion, Sampling, complete, end_tokens
+from deepspeed_compress.errors import RolloutError
+
+_LOG = logging.getLogger(__name__)
+_PAUSE = 10.0
+"""Pause after a failed update, in multiples of its time: requests that wait for updates lose a tenth of their time."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,63 @@ def _first_version() -> int:
     return 0
 
 
+class Receiving(Protocol):
+    """What receives published weights: a `rollout.Receiver`.
+
+    Attributes:
+        version: the held version; None if no complete one is held.
+    """
+
+    version: int | None
+
+    def update(self) -> object:
+        """Take the newest version. Raises RolloutError or OSError if it cannot be reached."""
+
+
+class Updates:
+    """Updates of a policy by a receiver. While the store cannot be read, the policy goes on with the held version.
+
+    Answers name this version, so the learner decides how far behind is too far. An outage is logged when it begins.
+
+    Args:
+        receiver: receiver of the policy's model.
+
+    Examples:
+        >>> policy = Policy(model, tokenizer.pad_token_id, tokenizer.eos_token_id, Updates(Receiver(model, store)))
+    """
+
+    def __init__(self, receiver: Receiving) -> None:
+        self._receiver, self._is_away, self._next = receiver, False, 0.0
+
+    def __call__(self) -> int:
+        """Return the version that the model has now, 0 before the first one.
+
+        Raises:
+            RolloutError: the update failed, and no complete version is held.
+            OSError: the same, because of the store.
+        """
+        version, begin = self._receiver.version, time.monotonic()
+        if version is not None and begin < self._next:
+            return version
+        try:
+            self._receiver.update()
+        except (RolloutError, OSError) as error:
+            self._go_on(error)
+            end = time.monotonic()
+            self._next = end + _PAUSE * (end - begin)
+        else:
+            self._is_away = False
+        return self._receiver.version or 0
+
+    def _go_on(self, error: Exception) -> None:
+        version = self._receiver.version
+        if version is None:
+            raise error
+        if not self._is_away:
+            _LOG.warning("The weights cannot be updated, so version %d goes on answering: %s", version, error)
+        self._is_away = True
+
+
 class Policy:
     """Samples completions for waiting requests, together if they have equal settings.
 
@@ -36,10 +100,12 @@ class Policy:
 
     Args:
         model: a causal language model of transformers.
-        pad: id of the padding token.
-        end: id of the token that ends a completion; None if there is none.
-        update: brings the model to its newest weights, and returns their version; called between batches, and
-            repeatedly while no request waits.
+        pad: id of the padding token; None if the tokenizer has none.
+        end: ids of the tokens that end a completion, or the tokenizer's one; None if it has none. Those of the model's
+            configurations end it, too.
+        update: brings the model to its newest weights, and returns their version (see `Updates`); called between
+            batches, and repeatedly while no request waits. If it fails, waiting requests fail, because the weights may
+            be incomplete.
         largest: largest number of requests in a batch.
         idle_s: seconds between two calls of `update` while no request waits.
     """
@@ -47,18 +113,18 @@ class Policy:
     def __init__(
         self,
         model: Any,
-        pad: int,
-        end: int | None,
+        pad: int | None,
+        end: int | Iterable[int] | None,
         update: Callable[[], int] = _first_version,
         largest: int = 32,
         idle_s: float = 0.05,
     ) -> None:
-        self._model, self._pad, self._end = model, pad, end
+        self._model, self._pad, self._ends = model, pad, end_tokens(model, end)
         self._update, self._largest, self._idle_s = update, largest, idle_s
         self._waiting: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._kept: list[_Request] = []
         self._stopped = threading.Event()
-        self.longest: int | None = getattr(model.config, "max_position_embeddings", None)
+        self.longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         """Largest number of tokens of a prompt and its completion; None if positions have no limit, as with ALiBi."""
         self.version = update()
         """Version of the weights that sample now."""
@@ -66,7 +132,10 @@ class Policy:
         self._thread.start()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Answer]":
-        """Return the future answer to `prompt`, token ids. It is canceled if the policy has stopped."""
+        """Return the future answer to `prompt`, token ids. It is canceled if the policy has stopped.
+
+        Cancel it if nobody needs it any more: sampling then ends after the next token.
+        """
         request = _Request(tuple(prompt), sampling)
         self._waiting.put(request)
         if self._stopped.is_set():
@@ -118,27 +187,33 @@ class Policy:
         alike = [one for one in waiting if one.sampling == waiting[0].sampling][: self._largest]
         taken = set(map(id, alike))
         self._kept = [one for one in waiting if id(one) not in taken]
-        return [one for one in alike if one.answer.set_running_or_notify_cancel()]
+        return alike
 
     def _answer(self, batch: Sequence[_Request]) -> None:
         try:
             completions = self._complete(batch)
         except Exception as error:
             if len(batch) == 1:
-                batch[0].answer.set_exception(error)
+                _fail(batch, error)
             else:
                 # A prompt that the model refuses fails alone.
                 for request in batch:
-                    self._answer([request])
+                    if not request.answer.cancelled():
+                        self._answer([request])
             return
         for request, completion in zip(batch, completions, strict=True):
-            request.answer.set_result(Answer(completion, self.version))
+            # A future that is not running yet can be canceled until here.
+            if request.answer.set_running_or_notify_cancel():
+                request.answer.set_result(Answer(completion, self.version))
 
     def _complete(self, batch: Sequence[_Request]) -> list[Completion]:
         if not batch:
             return []
         prompts = [one.prompt for one in batch]
-        return complete(self._model, prompts, batch[0].sampling, self._pad, self._end)
+        answers = [one.answer for one in batch]
+        return complete(
+            self._model, prompts, batch[0].sampling, self._pad, self._ends, lambda number: answers[number].cancelled()
+        )
 
 
 def _fail(requests: Sequence[_Request], error: Exception) -> None:

@@ -12,6 +12,8 @@ from deepspeed_compress.config.problems import listed, show
 
 _LONGEST_TEXT = 1 << 20
 """Characters of the longest message."""
+_MAX_TOKENS = 64
+"""Largest number of tokens of an answer whose request names none."""
 
 _INEFFECTIVE: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -120,18 +122,21 @@ _Stop = Annotated[str, Field(min_length=1)]
 class ChatRequest(_Fields):
     """The fields of an OpenAI chat-completion request that are read. `check` tells which others are refused."""
 
+    model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=1000)
     tools: list[dict[str, Any]] = []
-    max_tokens: int = Field(64, ge=1, le=32768)
+    max_tokens: int | None = Field(None, ge=1, le=32768)
     max_completion_tokens: int | None = Field(None, ge=1, le=32768)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] = []
 
-    def sampling(self, tokenizer: Any) -> Sampling:
+    def sampling(self, tokenizer: Any, room: int | None) -> Sampling:
+        """Return the settings of sampling, for a model that has room for so many tokens; None if it has for any."""
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        length = self.max_completion_tokens or self.max_tokens
+        default = _MAX_TOKENS if room is None else max(1, min(room, _MAX_TOKENS))
+        length = self.max_completion_tokens or self.max_tokens or default
         return Sampling(length, self.temperature, self.top_p, StopStrings(strings, tokenizer))
 
 

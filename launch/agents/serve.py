@@ -8,7 +8,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_compress.agents.endpoint import make_endpoint
-from deepspeed_compress.agents.policy import Policy
+from deepspeed_compress.agents.policy import Policy, Updates
 from deepspeed_compress.rollout import Receiver, open_store
 
 
@@ -24,13 +24,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    receiver = Receiver(model, open_store(options.weights))
-
-    def update() -> int:
-        receiver.update()
-        return receiver.version or 0
-
-    policy = Policy(model, tokenizer.pad_token_id, tokenizer.eos_token_id, update)
+    updates = Updates(Receiver(model, open_store(options.weights)))
+    policy = Policy(model, tokenizer.pad_token_id, tokenizer.eos_token_id, updates)
     uvicorn.run(make_endpoint(policy, tokenizer), host="127.0.0.1", port=options.port, log_level="warning")
 
 

@@ -75,6 +75,11 @@ def test_a_batch_has_weights_only_where_completions_are_predicted() -> None:
     assert batch.logprobs.tolist() == [[0, 0, -1, -1, 0, 0], [0, 0, -1, -1, -1, -1]]
 
 
+def test_a_tokenizer_without_a_padding_token_pads_outside_of_attention() -> None:
+    batch = collate([sample(), sample(completion=(5, 6, 7, 8))], [1.0, -1.0], None, torch.device("cpu"))
+    assert batch.tokens.masked_fill(batch.attention == 0, -1).tolist()[0] == [1, 2, 3, 5, 6, -1, -1]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_log_probabilities_are_those_of_the_softmax(temperature: float) -> None:
     logits, tokens = torch.randn(2, 4, 9), torch.randint(9, (2, 4))
