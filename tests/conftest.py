@@ -1,11 +1,12 @@
 """Selection of the tests of a run, and a lock for tests that must run alone.
 
 Marks:
-    slow(parts, *sources): not in a default run. CI runs one of `parts` shares, chosen by the commit, and those whose
-        sources have changed.
+    slow(*sources): not in a default run. CI runs those whose sources have changed since all tests passed. Sources are
+        `sources`, the file and what it imports, and the package directory of its directory.
     sampled(parts, *sources): a default run has one of `parts` shares of the cases of every test, and at least one case.
-        The others are slow, and CI runs them all if a source has changed.
+        The others are slow.
     case_a_stage: a default run has one case per ZeRO stage. The others are slow.
+    due: set here for slow tests that CI runs.
     serial: no other test runs at the same time.
     gpu: needs a GPU, or --gpu-device cpu.
 """
@@ -14,7 +15,7 @@ import gc
 import math
 import os
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,23 +27,31 @@ from deepspeed_compress.transport.secret import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
 from tests.support.machine_lock import MachineLock
-from tests.support.selection import changed, environment_of, head, in_share, processor_features, processor_of
+from tests.support.selection import (
+    ALL_PASSED,
+    Selection,
+    SlowTest,
+    changed_paths,
+    environment_of,
+    last_pass,
+    processor_features,
+    processor_of,
+    select,
+    sources_of,
+)
 
 pytest_plugins = ["tests.gpu.plugin"]
 
-SHARES = 8
-"""Number of shares for slow tests whose mark gives no other number."""
-MOST_SHARES = 8
-"""Largest number of shares for the cases that the mark `sampled` leaves to other runs."""
-COMMIT = "TESTS_COMMIT"
-"""Name of the environment variable with the commit that selects slow tests. All processes of a run must agree on it."""
+SLOW_SECONDS, CASE_SECONDS = 10, 1
+"""Estimated seconds of a core for a slow test, and for a slow case of a test of which a default run has other cases."""
+LEFT_OUT = pytest.StashKey[Sequence[str]]()
+"""Slow tests whose sources have changed, but for which a run of CI has no time."""
 PROCESSOR = "TESTS_PROCESSOR"
-"""Environment variable with a processor of `rotation.PROCESSORS` to emulate, or a commit that selects one."""
+"""Environment variable with a processor of `selection.PROCESSORS` to emulate."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the variables that all processes of a run must agree on, before any test runs."""
-    os.environ.setdefault(COMMIT, head())
     # torch's stores look up the names of their peers (`getnameinfo` in c10d/socket.cpp). If the name server loses a
     # query, that takes 5 s, which is longer than islands of the tests wait. With no attempts, only /etc/hosts is read.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
@@ -62,9 +71,10 @@ def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
 
 
 def pytest_report_header() -> list[str]:
+    since = f"sources that changed since {last_pass()}" if changed_paths() is not None else "any sources"
     return [
-        f"slow tests: the share of commit {os.environ[COMMIT]} is due (to repeat this run, set {COMMIT})",
-        f"processor: {os.environ[PROCESSOR]} (to repeat this run, set {PROCESSOR}={os.environ[PROCESSOR]})",
+        f"slow tests: those with {since} are due ({ALL_PASSED})",
+        f"processor: {os.environ[PROCESSOR]} ({PROCESSOR})",
     ]
 
 
@@ -86,35 +96,81 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    commit = int(os.environ[COMMIT], 16)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
-    for item, (parts, *sources) in cases_beside_a_sample(items):
-        item.add_marker(pytest.mark.slow(min(parts, MOST_SHARES), *sources))
+    for item, sources in cases_beside_a_sample(items):
+        item.add_marker(pytest.mark.slow(*sources))
+    selection = select_slow(items)
     for item in items:
-        slow = item.get_closest_marker("slow")
-        if slow and is_due(item, commit, *slow.args):
+        if item.nodeid in selection.due:
             item.add_marker(pytest.mark.due)
+    config.stash[LEFT_OUT] = selection.left_out if "due" in config.option.markexpr else ()
 
 
-def is_due(item: pytest.Item, commit: int, parts: int = SHARES, *sources: str) -> bool:
-    """Return True if a slow test is in the share of `commit`, or one of its sources has changed."""
-    return in_share(item.nodeid, parts, commit) or changed(sources)
+def select_slow(items: Sequence[pytest.Item]) -> Selection:
+    """Choose from the slow tests the ones that CI runs."""
+    in_default = {function_of(item) for item in items if not item.get_closest_marker("slow")}
+    tests = []
+    for item in items:
+        if mark := item.get_closest_marker("slow"):
+            try:
+                sources = sources_of(item.path, mark.args)
+            except ValueError as error:
+                raise pytest.UsageError(f"mark of {item.nodeid}: {error}") from None
+            seconds = CASE_SECONDS if function_of(item) in in_default else estimated_seconds(item)
+            tests.append(SlowTest(item.nodeid, sources, seconds))
+    return select(tests, changed_paths())
 
 
-def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, tuple[Any, ...]]]:
-    """Yield the cases that the mark `sampled` leaves to other runs, with its arguments."""
-    tests: dict[tuple[object, tuple[Any, ...]], list[pytest.Item]] = defaultdict(list)
+def function_of(item: pytest.Item) -> str:
+    """Return the id of a test without its parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def estimated_seconds(item: pytest.Item) -> int:
+    """Return the estimated seconds of a core for a test of which no default run has a case: a timeout tells of minutes."""
+    timeout = item.get_closest_marker("timeout")
+    return int(timeout.args[0]) // 10 if timeout else SLOW_SECONDS
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that prints, if it is another one, what was left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = list(session.config.stash.get(LEFT_OUT, ()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a process has left out. All leave the same out; one that died tells nothing."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out") or node.config.stash.get(
+        LEFT_OUT, ()
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left_out = Counter(name.partition("[")[0] for name in config.stash.get(LEFT_OUT, ()))
+    if left_out:
+        terminalreporter.section("slow tests left out")
+        terminalreporter.line(
+            f"{left_out.total()} slow tests with changed sources did not run, since CI has no time for them. "
+            f"bash tests/run.sh --all runs all tests, and records in {ALL_PASSED} that they passed."
+        )
+        for function, cases in sorted(left_out.items()):
+            terminalreporter.line(f"{cases:4} {function}")
+
+
+def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, Sequence[str]]]:
+    """Yield the cases that the mark `sampled` leaves to other runs, with its sources."""
+    tests: dict[tuple[object, int, Sequence[str]], list[pytest.Item]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("sampled")
         others = item.get_closest_marker("slow") or item.get_closest_marker("case_a_stage")
         if isinstance(item, pytest.Function) and mark and not others:
-            tests[item.obj, mark.args].append(item)
-    for (_, arguments), cases in tests.items():
-        kept = math.ceil(len(cases) / arguments[0])
-        for item in sorted(cases, key=lambda case: crc32(case.nodeid.encode()))[kept:]:
-            yield item, arguments
+            tests[item.obj, mark.args[0], mark.args[1:]].append(item)
+    for (_, parts, sources), cases in tests.items():
+        for item in sorted(cases, key=lambda case: crc32(case.nodeid.encode()))[math.ceil(len(cases) / parts) :]:
+            yield item, sources
 
 
 def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:

@@ -1,47 +1,44 @@
-"""Selection of slow tests and of the emulated processor: the same commit always gives the same ones."""
+"""Selection of slow tests by what has changed, and of the emulated processor. Neither depends on a commit's hash."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support import selection
 from tests.support.selection import (
+    MOST_SECONDS,
     PROCESSORS,
-    changed,
+    SlowTest,
+    changed_paths,
     environment_of,
-    head,
-    in_share,
     processor_features,
     processor_of,
+    select,
+    sources_of,
 )
 
 ROOT = Path(__file__).parents[1]
-COMMITS = [f"{number:040x}" for number in (0x7A0C, 0x7A0D, 0x7A0E)]
-
-
-def test_commits_take_turns() -> None:
-    chosen = [processor_of(commit, ["avx2"]) for commit in COMMITS]
-    assert sorted(chosen) == sorted(PROCESSORS)
-    assert chosen == [processor_of(commit, ["avx2"]) for commit in COMMITS]
 
 
 def test_a_machine_without_avx2_does_not_emulate_it() -> None:
-    assert {processor_of(commit, []) for commit in COMMITS} == {"native", "default"}
+    assert processor_of("avx2", ["avx2"]) == "avx2"
+    assert {processor_of(name, []) for name in ("native", "default")} == {"native", "default"}
 
 
-@pytest.mark.parametrize(("asked", "features"), [("avx2", []), ("avx9", ["avx2"]), ("", ["avx2"])])
+@pytest.mark.parametrize(("asked", "features"), [("avx2", []), ("avx9", ["avx2"]), ("", ["avx2"]), ("7a0c", ["avx2"])])
 def test_unavailable_processors_are_refused(asked: str, features: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"'{asked}' is neither of .*'default'"):
+    with pytest.raises(ValueError, match=f"'{asked}' is none of .*'default'"):
         processor_of(asked, features)
 
 
-@pytest.mark.slow(3, "tests/support/selection.py", "tests/test_selection.py", "tests/conftest.py")
+@pytest.mark.slow("tests/conftest.py")
 def test_torch_uses_the_selected_instructions() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
-    for name in {processor_of(name, processor_features()) for name in COMMITS} - {"native"}:
+    for name in {"default", *({"avx2"} & {*processor_features()})}:
         environment = os.environ | environment_of(name)
         run = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
@@ -55,39 +52,56 @@ def test_processors_share_no_compiled_code() -> None:
     assert len(set(caches)) == len(PROCESSORS)
 
 
-def test_the_shares_of_all_commits_are_all_tests() -> None:
-    tests = [f"tests/test_{number}.py::test_it" for number in range(300)]
-    shares = [{test for test in tests if in_share(test, 3, commit)} for commit in range(3)]
-    assert sorted(test for share in shares for test in share) == sorted(tests)
-    assert all(len(share) > 60 for share in shares)
-    assert {test for test in tests if in_share(test, 3, 10**40 + 3)} == {
-        test for test in tests if in_share(test, 3, 10**40)
-    }
+def slow(name: str, *sources: str, seconds: int = 1) -> SlowTest:
+    return SlowTest(name, frozenset(sources), seconds)
 
 
-def test_a_copy_without_git_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(selection, "_changed_files", selection._changed_files.__wrapped__)
-    assert head() == "0"
-    assert not changed(("tests", "deepspeed_compress"))
+def test_only_tests_with_changed_sources_are_due() -> None:
+    tests = [slow("a", "package/a.py", "package"), slow("b", "package/b.py"), slow("c", "other")]
+    assert select(tests, frozenset({"package/a.py", "package"})) == ({"a"}, ())
+    assert select(tests, frozenset({"package/b.py", "package"})) == ({"a", "b"}, ())
+    assert select(tests, frozenset()) == (frozenset(), ())
+    assert select(tests, None) == ({"a", "b", "c"}, ())
 
 
-def test_a_test_without_sources_never_changes() -> None:
-    assert not changed(())
+def test_the_most_specific_tests_run_and_the_others_are_named() -> None:
+    tests = [slow(f"wide[{number}]", "package") for number in range(9)]
+    tests += [slow("broad", "package")]
+    tests += [slow(f"narrow[{number}]", "package", "package/a.py") for number in range(3)]
+    due, left_out = select(tests, frozenset({"package", "package/a.py"}), seconds=6)
+    assert due == {"narrow[0]", "narrow[1]", "narrow[2]", "wide[0]", "wide[1]", "broad"}
+    assert left_out == tuple(f"wide[{number}]" for number in range(2, 9))
+    assert select(reversed(tests), frozenset({"package", "package/a.py"}), seconds=6) == (due, left_out)
+    assert select(tests, frozenset({"package", "package/a.py"}), seconds=1).due == {"narrow[0]"}
 
 
-def test_a_file_and_a_directory_of_a_changed_file_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_changed_files", lambda: ["tests/support/jobs.py"])
-    assert all(changed((source,)) for source in ("tests/support/jobs.py", "tests/support", "tests"))
-    assert not any(changed((source,)) for source in ("tests/support/job", "tests/supp", "jobs.py", ""))
+def test_a_long_test_leaves_its_time_to_shorter_ones() -> None:
+    due, left_out = select([slow("long", "a", seconds=MOST_SECONDS + 1), slow("short", "a")], None)
+    assert (due, left_out) == ({"short"}, ("long",))
+
+
+def test_sources_are_the_package_directory_the_file_and_its_imports() -> None:
+    sources = sources_of(ROOT / "tests" / "tools" / "lint" / "test_rules.py")
+    assert {"deepspeed_compress/tools/lint", "tests/tools/lint/test_rules.py"} <= sources
+    assert "deepspeed_compress/tools/lint/runner.py" in sources
+    training = sources_of(ROOT / "tests" / "backends" / "deepspeed" / "test_weights_3.py")
+    assert {"tests/support/jobs.py", "tests/support/forks.py", "deepspeed_compress/backends/deepspeed"} <= training
+    assert "launch/studies" in sources_of(ROOT / "tests" / "studies" / "test_race.py")
+    assert "deepspeed_compress" in sources_of(ROOT / "tests" / "attack" / "test_files.py")
+    assert "deepspeed_compress/backends" in sources_of(ROOT / "tests" / "backends" / "test_ddp.py")
+
+
+@pytest.mark.parametrize("source", ["deepspeed_compress/no_module.py", 8])
+def test_a_source_that_does_not_exist_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="are not files or directories"):
+        sources_of(Path(__file__), [source])
 
 
 MANY = """
 import pytest
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(40))
-def test_slow(number): ...
+def test_slow(): ...
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(42))
@@ -96,45 +110,125 @@ def test_sampled(number): ...
 @pytest.mark.sampled(4)
 def test_alone(): ...
 
-@pytest.mark.slow(10**9, "a source that has changed")
-def test_changed(): ...
+@pytest.mark.slow("configs")
+@pytest.mark.parametrize("number", range(60))
+def test_of_files(number): ...
 """
+"""Tests of the directory `deepspeed_compress/tools`. All test_of_files would take longer than CI has."""
+OTHERS = """
+import pytest
 
-
-def test_a_commit_chooses_the_same_tests_each_time(tmp_path: Path) -> None:
-    file = tmp_path / "test_many.py"
-    file.write_text(MANY)
-    default, first, second, again, whole = collected(
-        file,
-        ("0", "not slow"),
-        ("1", "not slow or due"),
-        ("2", "not slow or due"),
-        ("1", "not slow or due"),
-        ("0", ""),
-    )
-    assert first == again != second
-    assert default < first
-    assert sum("test_sampled" in test for test in default) == 11
-    assert "test_many.py::test_alone" in default
-    assert "test_many.py::test_changed" in first - default
-    assert len(whole) == 84
-
-
+@pytest.mark.slow
+def test_other():
+    import deepspeed_compress.tools.module
+    from tests.support import helper
+"""
+FILES: Mapping[str, str] = {
+    "tests/tools/test_many.py": MANY,
+    "tests/monitor/test_others.py": OTHERS,
+    "tests/support/helper.py": "",
+    "deepspeed_compress/tools/module.py": "",
+    "deepspeed_compress/tools/other.py": "",
+    "deepspeed_compress/monitor/clock.py": "",
+    "configs/one.json": "{}",
+    "README.md": "",
+}
 COLLECTS = """
-import os, sys, pytest, tests.conftest
-tests.conftest.changed = ("a source that has changed",).__eq__
-file, *runs = sys.argv[1:]
-for commit, selection in zip(runs[::2], runs[1::2]):
-    os.environ["TESTS_COMMIT"] = commit
-    print("RUN")
-    assert pytest.main(["--collect-only", "-q", "-p", "tests.conftest", "-m", selection, file]) == 0
+import sys, pytest
+from pathlib import Path
+from tests.support import selection
+selection.ROOT = Path(sys.argv[1])
+arguments = ["--collect-only", "-q", "-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", *sys.argv[1:]]
+assert pytest.main([*arguments, str(selection.ROOT / "tests")]) in (0, 5)  # all is well, or there is no test
 """
 
 
-def collected(file: Path, *runs: tuple[str, str]) -> list[set[str]]:
-    """Return the ids of the tests of `file` that each pair of a commit and a selection chooses, without directories."""
-    arguments = [one for run in runs for one in run]
-    command = [sys.executable, "-c", COLLECTS, str(file), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    outputs = done.stdout.split("RUN\n")[1:]
-    return [{line.rpartition("/")[2] for line in output.splitlines() if "::" in line} for output in outputs]
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Return a small repository, whose second commit records that all tests passed at the first one."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git(tmp_path, "init", "-q")
+    commit(tmp_path)
+    (tmp_path / selection.ALL_PASSED).write_text(git(tmp_path, "rev-parse", "HEAD"))
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    return subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+def commit(root: Path) -> None:
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "a change")
+
+
+def collected(root: Path, marks: str) -> tuple[set[str], str]:
+    """Return the ids of the tests that a run with these marks would run, without directories, and all it prints."""
+    command = [sys.executable, "-c", COLLECTS, str(root), "-m", marks]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return {line.rpartition("/")[2].partition("::")[2] for line in output.splitlines() if "::" in line}, output
+
+
+def due_after(root: Path, *files: str) -> set[str]:
+    """Return the functions of the slow tests that are due after a commit that changes files."""
+    for file in files:
+        (root / file).write_text(f"{(root / file).read_text()}\n")
+    commit(root)
+    return {name.partition("[")[0] for name in collected(root, "slow and due")[0]}
+
+
+def test_a_default_run_has_a_share_of_the_cases(repository: Path) -> None:
+    default, _ = collected(repository, "not slow")
+    whole, _ = collected(repository, "")
+    assert sum("test_sampled" in test for test in default) == 11
+    assert len(default) == 12
+    assert "test_alone" in default
+    assert len(whole) == 42 + 1 + 1 + 60 + 1
+
+
+@pytest.mark.sampled(3, "tests/conftest.py")
+@pytest.mark.parametrize(
+    ("file", "due"),
+    [
+        ("deepspeed_compress/tools/other.py", {"test_slow", "test_sampled", "test_of_files"}),
+        ("deepspeed_compress/tools/module.py", {"test_slow", "test_sampled", "test_of_files", "test_other"}),
+        ("deepspeed_compress/monitor/clock.py", {"test_other"}),
+        ("tests/support/helper.py", {"test_other"}),
+        ("tests/monitor/test_others.py", {"test_other"}),
+        ("configs/one.json", {"test_of_files"}),
+    ],
+)
+def test_a_change_makes_the_tests_of_its_file_due(repository: Path, file: str, due: set[str]) -> None:
+    assert due_after(repository, file) == due
+
+
+def test_tests_are_due_until_all_have_passed(repository: Path) -> None:
+    """Also at a later commit that changes something else. Nothing but that file ends it."""
+    assert due_after(repository, "deepspeed_compress/monitor/clock.py") == {"test_other"}
+    assert due_after(repository, "README.md") == {"test_other"}
+    (repository / selection.ALL_PASSED).write_text(git(repository, "rev-parse", "HEAD"))
+    assert due_after(repository, "README.md") == set()
+
+
+def test_what_ci_leaves_out_is_printed(repository: Path) -> None:
+    (repository / "configs" / "new.json").write_text("{}")
+    due, output = collected(repository, "not slow or due")
+    assert sum("test_of_files[" in test for test in due) == MOST_SECONDS // 10 < 60
+    assert f"{60 - MOST_SECONDS // 10} tests/tools/test_many.py::test_of_files" in output
+    assert collected(repository, "not slow or due")[0] == due
+    assert "left out" not in collected(repository, "not slow")[1]
+
+
+@pytest.mark.parametrize("recorded", ["", "0123456789012345678901234567890123456789"])
+def test_everything_is_due_if_the_changes_are_unknown(repository: Path, recorded: str) -> None:
+    (repository / selection.ALL_PASSED).write_text(recorded)
+    assert due_after(repository) == {"test_slow", "test_sampled", "test_of_files", "test_other"}
+
+
+def test_a_copy_without_git_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert changed_paths.__wrapped__() is None

@@ -19,7 +19,7 @@ from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/local_sgd/coordinator", "tests/attack/test_coordinator.py")
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/local_sgd/coordinator")
 
 TIMEOUT = 3.0
 TERMS = {"timeout": TIMEOUT, "minimum": 2}

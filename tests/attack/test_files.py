@@ -35,7 +35,7 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.checkpoints import save, write
 
-pytestmark = pytest.mark.sampled(3, "tests/attack/test_files.py")
+pytestmark = pytest.mark.sampled(3)
 
 MEMORY = Path("/dev/shm")
 """Directory in memory, which is faster than a disk."""

@@ -25,7 +25,7 @@ from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated
 from tests.support.processes import MEGABYTE, resident_memory
 from tests.support.transport import until
 
-pytestmark = pytest.mark.sampled(3, "tests/attack/test_supervisor.py")
+pytestmark = pytest.mark.sampled(3)
 
 JOB = "the job of honest agents"
 PATIENCE = 4.5

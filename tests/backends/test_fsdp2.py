@@ -57,7 +57,7 @@ from tests.support.two_branches import (
     take_steps,
 )
 
-pytestmark = pytest.mark.sampled(20, "deepspeed_compress/backends/fsdp2", "tests/backends/test_fsdp2.py")
+pytestmark = pytest.mark.sampled(20, "deepspeed_compress/backends/fsdp2")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=True)

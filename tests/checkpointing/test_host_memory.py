@@ -144,9 +144,7 @@ def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
     receiver.close()
 
 
-@pytest.mark.slow(
-    4, "deepspeed_compress/checkpointing", "deepspeed_compress/transport", "tests/checkpointing/test_host_memory.py"
-)
+@pytest.mark.slow("deepspeed_compress/transport")
 def test_an_end_waits_for_a_copy_that_moves(tmp_path):
     (tmp_path / "next").mkdir()
     receiver = Receiver(tmp_path / "next", KEY)

@@ -20,7 +20,7 @@ from tests.support.codecs import noise
 from tests.support.reducers import integers, interleaved, payload_reducer
 from tests.support.threads import run_nodes
 
-SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/collectives", "tests/collectives/test_hierarchical.py")
+SAMPLED = pytest.mark.sampled(3)
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)

@@ -29,7 +29,7 @@ from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, payload_reducer, raw_bytes
 from tests.support.threads import run_threads
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
+SAMPLED = pytest.mark.sampled(4)
 
 FP32 = Cast(torch.float32)
 SHAPES: Mapping[str, tuple[int, ...]] = {
@@ -620,7 +620,7 @@ def test_the_first_basis_depends_on_the_seed_and_the_name() -> None:
     assert abs(a @ b) / 40_000 < 0.03
 
 
-@pytest.mark.slow(4, "deepspeed_compress/collectives", "tests/collectives/test_powersgd.py")
+@pytest.mark.slow
 def test_state_does_not_grow_with_the_number_of_layouts() -> None:
     """Rarely used layers lead to buckets with any subset of the parameters."""
     names = list(SHAPES)

@@ -33,7 +33,7 @@ from tests.support.properties import properties
 from tests.support.reducers import integers, interleaved, normal, raw_bytes
 from tests.support.threads import connect, run_threads
 
-SAMPLED = pytest.mark.sampled(8, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
+SAMPLED = pytest.mark.sampled(8)
 
 FP32 = Cast(torch.float32)
 INT4 = Blockwise(4, 32)

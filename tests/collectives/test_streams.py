@@ -25,7 +25,7 @@ from deepspeed_compress.monitor import Meter
 from tests.support.forks import run_forks
 from tests.support.streams import Device, Event, Stream
 
-SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/collectives", "tests/collectives/test_streams.py")
+SAMPLED = pytest.mark.sampled(3)
 
 NUMEL = 400
 READ = "aten.add.Tensor reads on default, which does not wait for side"

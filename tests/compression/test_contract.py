@@ -16,7 +16,7 @@ from deepspeed_compress.compression.compressors.base import ALIGNMENT
 from tests.support.codecs import CODECS, SETTINGS, decode, encode, is_random, noise, transmit
 from tests.support.properties import properties
 
-SAMPLED = pytest.mark.sampled(6, "deepspeed_compress/compression", "tests/compression/test_contract.py")
+SAMPLED = pytest.mark.sampled(6)
 
 SPARSE = (TopK, RandomK, BlockTopK)
 LARGEST = torch.finfo(torch.float32).max

@@ -231,7 +231,7 @@ def test_every_implementation_has_all_operations() -> None:
     assert operations(cpu) == operations(reference)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 machine code with objdump"
 )
@@ -252,7 +252,7 @@ def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
     assert "ymm" not in subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow(3, "deepspeed_compress/compression/kernels", "tests/compression/test_cpu_kernels.py")
+@pytest.mark.slow("deepspeed_compress/compression/kernels")
 def test_without_a_compiler_plain_torch_is_used_with_a_warning(tmp_path: Path) -> None:
     program = (
         "import warnings, torch\n"

@@ -19,7 +19,7 @@ from tests.support.kernels import operations
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-SOURCES = ("deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py", "tests/gpu/operations.py")
+SOURCES = ("deepspeed_compress/compression/kernels",)
 SAMPLED = pytest.mark.sampled(48, *SOURCES)
 
 ROWS = {

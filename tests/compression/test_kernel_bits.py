@@ -21,7 +21,7 @@ NEEDED = {"x86-64": "fpu", "x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v
 """A feature, as Linux names it, that a processor needs for each instruction set."""
 
 pytestmark = [
-    pytest.mark.slow(3),  # each build takes seconds of a core
+    pytest.mark.slow,  # each build takes seconds of a core
     pytest.mark.skipif(
         platform.system() != "Linux" or shutil.which(os.environ.get("CXX", "g++")) is None,
         reason="needs g++ or $CXX on Linux",

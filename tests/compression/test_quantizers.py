@@ -25,7 +25,7 @@ from tests.compression.oracles import Doubles, Grid
 from tests.support.codecs import encode, transmit
 from tests.support.properties import properties
 
-SAMPLED = pytest.mark.sampled(6, "deepspeed_compress/compression", "tests/compression/test_quantizers.py")
+SAMPLED = pytest.mark.sampled(6)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BLOCK = 64

@@ -239,7 +239,7 @@ def test_random_k_sends_only_its_seed_and_the_values() -> None:
 DRAWS = 2000
 
 
-MANY_DRAWS = pytest.mark.slow(4, "deepspeed_compress/compression", "tests/compression/test_sparsifiers.py")
+MANY_DRAWS = pytest.mark.slow
 
 
 def drawn(codec: Compressor, x: Tensor) -> Tensor:

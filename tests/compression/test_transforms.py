@@ -18,7 +18,7 @@ from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, T
 from tests.support.codecs import noise
 from tests.support.properties import properties
 
-SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/compression", "tests/compression/test_transforms.py")
+SAMPLED = pytest.mark.sampled(3)
 
 Doubles = NDArray[np.float64]
 WIDTHS = {"wide": 13, "narrow": 3, "column": 1}

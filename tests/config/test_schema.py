@@ -9,7 +9,7 @@ import pytest
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schema import json_schema
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/config", "tests/config/test_schema.py")
+pytestmark = pytest.mark.sampled(4)
 
 
 def test_schema_is_valid_and_describes_every_key() -> None:

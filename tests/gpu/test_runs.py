@@ -106,7 +106,7 @@ def test_a_step_that_does_not_wait_is_found() -> None:
     assert all(problem_in_mirror(bad, stage, 4) for stage in range(4)), bad
 
 
-@pytest.mark.slow(3, "tests/gpu")
+@pytest.mark.slow("tests/gpu")
 def test_ranks_that_cannot_begin_are_trouble() -> None:
     found = run_ranks(2, "no_such_module:work", {"device": "cpu", "backend": "gloo"}, 120)
     assert found.results == ((), ())

@@ -16,7 +16,7 @@ from tests.integrations.trainers import INT4, collate, network, sentences
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_accelerate.py")
+pytestmark = pytest.mark.sampled(4)
 
 NONE = {"gradients": {"method": "none"}}
 BATCH = 4

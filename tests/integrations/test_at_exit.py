@@ -26,7 +26,7 @@ warnings.simplefilter("always")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-@pytest.mark.slow(4, "deepspeed_compress/integrations", "tests/integrations/test_at_exit.py")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compress", "section", "warns"), [(False, True, True), (False, False, False), (True, True, False)]
 )

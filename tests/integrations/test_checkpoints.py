@@ -20,7 +20,7 @@ from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpo
 from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_checkpoints.py")
+SAMPLED = pytest.mark.sampled(4)
 
 
 def training_logs(outcome: Outcome) -> list[dict[str, float]]:

@@ -12,7 +12,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations.importing import after_import, is_waiting
 from deepspeed_compress.launcher import fork_server
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_environment.py")
+SAMPLED = pytest.mark.sampled(4)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -70,7 +70,7 @@ def check_resumed(whole: list[list[Outcome]], resumed: list[list[Outcome]]) -> N
     assert resumed[0][0].bytes_sent == whole[0][0].bytes_sent[EPOCH:]
 
 
-@pytest.mark.sampled(4, "deepspeed_compress/integrations/lightning.py", "tests/integrations/test_lightning.py")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", range(4))
 def test_none_matches_lightning_alone_and_four_bits_are_sent_and_resumed(stage: int, tmp_path: Path) -> None:
     sections = {"alone": None, "none": NONE, "int4": INT4}
@@ -91,7 +91,7 @@ def test_none_matches_lightning_alone_and_four_bits_are_sent_and_resumed(stage: 
     check_resumed([rank[-1:] for rank in ranks], run_forks(2, train, job))
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_checkpoints_are_written_in_the_background_and_removed_when_newer_ones_are_complete(tmp_path: Path) -> None:
     """A resumed run starts from the newest checkpoint but one, which `save_top_k` has kept."""
     job = Job(str(tmp_path), config(2, {**INT4, "weights": {"bits": 8}, "checkpointing": {}}), keep=2)
@@ -113,7 +113,7 @@ def test_compressed_weights_are_exact_after_fit(tmp_path: Path) -> None:
         assert outcome.module == outcome.master_weights
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_manual_optimization_and_the_other_package(tmp_path: Path) -> None:
     sections = {"alone": None, "none": NONE, "int4": INT4}
     jobs = [
@@ -132,7 +132,7 @@ def test_manual_optimization_and_the_other_package(tmp_path: Path) -> None:
         assert int4.parameters != alone.parameters
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_the_section_alone_chooses_the_stage(tmp_path: Path) -> None:
     """Lightning itself reads the stage, for `deepspeed.zero.Init` around `configure_model`."""
     chosen = config(0, {**INT4, "parallelism": {"zero_stage": 3}})
@@ -176,7 +176,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 PROGRAM = str(Path(__file__).with_name("lightning_program.py"))
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_a_program_that_does_not_know_this_package(tmp_path: Path) -> None:
     with own_port() as port:
         options = ("--nproc_per_node", "2", "--master_port", str(port))
@@ -187,7 +187,7 @@ def test_a_program_that_does_not_know_this_package(tmp_path: Path) -> None:
     assert (tmp_path / "epoch=2.ckpt/checkpoint/deepspeed_compress_rank_00001.json").is_file()
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_processes_that_nothing_has_started_are_not_waited_for(tmp_path: Path) -> None:
     done = start("none", PROGRAM, str(tmp_path), json.dumps(config(2, INT4)))
     assert done.returncode != 0

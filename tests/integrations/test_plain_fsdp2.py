@@ -23,7 +23,7 @@ from tests.support.forks import run_forks
 from tests.support.sharded import WEIGHTS, Setting
 from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, section, start, take_steps
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_plain_fsdp2.py")
+SAMPLED = pytest.mark.sampled(4)
 
 STEPS = 5
 BOTH_DIRECTIONS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}

@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.trainers import SAVING, Job, keep_checkpoint, train
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/integrations", "tests/integrations/test_sizes.py")
+pytestmark = pytest.mark.sampled(4)
 
 NONE: dict[str, Any] = {"gradients": {"method": "none"}}
 MICRO_BATCHES = 4

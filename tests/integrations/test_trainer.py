@@ -24,7 +24,7 @@ from tests.integrations.trainers import (
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
 
-pytestmark = pytest.mark.sampled(8, "deepspeed_compress/integrations", "tests/integrations/test_trainer.py")
+pytestmark = pytest.mark.sampled(8)
 
 NONE = {"gradients": {"method": "none"}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def loading_trainer(saved: str, job: Job) -> Trainer:
     return Trainer(model, args, data_collator=collate, train_dataset=sentences(48), eval_dataset=sentences(8))
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_a_model_that_is_loaded_for_zero_3_is_sharded_within_nodes_and_islands(tmp_path: Path) -> None:
     """Only the first rank of the job reads weights, so those of the second part come from the first."""
     network("gpt2").save_pretrained(tmp_path / "saved")

@@ -29,7 +29,7 @@ from deepspeed_compress.local_sgd.parameter_server.service import Answer, Servic
 from deepspeed_compress.local_sgd.parameter_server.store import Store
 from tests.support.processes import join_threads, start_threads
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd", "tests/local_sgd/test_parameter_server.py")
+SAMPLED = pytest.mark.sampled(4)
 
 NUMEL = 96
 HALF = NUMEL // 2

@@ -13,7 +13,7 @@ from tests.models.families import write_config
 from tests.models.runs import Run, finish, start, train
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/models", "tests/models/test_compressed_slices.py")
+pytestmark = pytest.mark.sampled(4)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tests.models.families import VOCABULARY, random_tokens, save_model
 from tests.models.runs import ROWS, SEED, Run, start, train
 from tests.support.forks import run_forks
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/models", "tests/models/test_export.py")
+SAMPLED = pytest.mark.sampled(4)
 
 BF16 = {"bf16": {"enabled": True}}
 STAGES, SLICES, BOTH, WHOLE = Layout(pipeline=2), Layout(tensor=2), Layout(tensor=2, pipeline=2), Layout()

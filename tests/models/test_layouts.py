@@ -31,7 +31,7 @@ from tests.models.runs import (
 )
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled(8, "deepspeed_compress/models", "tests/models/test_layouts.py")
+pytestmark = pytest.mark.sampled(8)
 
 TOLERANCE = 5e-6
 """Tolerance of losses: ten units in the last place, which are 4.8e-7 each for losses from 4 to 6.

@@ -17,7 +17,7 @@ from tests.models.families import LENGTH, random_tokens, save_model
 from tests.support.forks import run_forks
 from tests.support.megatron import start
 
-SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/models", "tests/models/test_megatron.py")
+SAMPLED = pytest.mark.sampled(3)
 
 EVEN = {"vocab_size": 98, "n_inner": 46}
 FOUR_LAYERS = {**EVEN, "n_layer": 4}

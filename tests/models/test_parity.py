@@ -20,7 +20,7 @@ from tests.models.families import MODELS, padded, random_tokens, save_model
 from tests.models.runs import SEED, Run, finish, start
 from tests.support.forks import run_forks
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/models", "tests/models/test_parity.py")
+SAMPLED = pytest.mark.sampled(4)
 
 ROWS = 3
 SIDES = ("none", "left", "right")

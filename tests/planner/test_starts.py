@@ -73,7 +73,7 @@ def start(rank: int, groups: Sequence[Group]) -> dict[str, float]:
     return losses
 
 
-@pytest.mark.sampled(80, "deepspeed_compress/planner/files.py", "deepspeed_compress/planner/layouts.py")
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("layouts", jobs(), ids=lambda found: str(found[0]))
 def test_every_kind_starts_and_passes_the_linter(layouts: list[Layout], tmp_path: Path) -> None:
     model, files = tmp_path / "toy.json", []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.healthy import CHANGING, RUNS, Fault, Outcome, train
 
-pytestmark = pytest.mark.sampled(8, "deepspeed_compress/policy", "tests/policy/test_healthy_runs.py")
+pytestmark = pytest.mark.sampled(8)
 
 OFTEN = {"gpt", "gpt, high rate at once", "gpt, dense start"} | {name for name in RUNS if not name.startswith("gpt")}
 """Runs in the default tests. The others are slow tests."""

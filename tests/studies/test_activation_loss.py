@@ -51,7 +51,7 @@ def trained(rank: int, runs: list[Run], cache: Path) -> list[float]:
     return [train(job, cache, Silent()).held_out[-1][1] for job in jobs]
 
 
-@pytest.mark.slow(4, "launch/studies", "tests/studies/test_activation_loss.py")
+@pytest.mark.slow
 def test_losses_are_near_that_of_deepspeed(tmp_path: Path) -> None:
     runs = Study(tmp_path).runs("--tokens", "64", "--seeds", "0", "--layouts", "tensor", "pipeline", "sequence")
     found, _ = run_forks(2, trained, runs, tmp_path / "tokenizer" / "tokens", shared_memory=True)

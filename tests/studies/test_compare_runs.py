@@ -43,7 +43,7 @@ def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> 
     assert curve(read_metrics(tmp_path)) == [(1.0, 8.0), (3.0, 7.0)]
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 def test_losses_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = ToyFiles(tmp_path)
     arguments = ["--data", str(files.text), "--model", str(files.model), "--steps", "2"]

@@ -14,7 +14,7 @@ from launch.studies.loss_curve import Curve, train
 from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
 
-pytestmark = pytest.mark.sampled(2, "tests/studies/test_engines.py")
+pytestmark = pytest.mark.sampled(2)
 
 STEPS = 6
 

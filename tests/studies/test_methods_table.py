@@ -30,7 +30,7 @@ from launch.studies.methods_table import cells, markdown, table_rows
 from tests.studies.toy import MODEL, ToyFiles
 from tests.support.sections import OF_WEIGHTS
 
-SAMPLED = pytest.mark.sampled(12, "tests/studies/test_methods_table.py")
+SAMPLED = pytest.mark.sampled(12)
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = 3, 3
@@ -260,7 +260,7 @@ def test_the_plot_names_every_point_and_those_without_a_finite_gap(tmp_path: Pat
     assert files[1].stat().st_size > 10_000
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 def test_the_program_runs_missing_settings_and_names_failures(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ CLOCKS = ("time", "processor")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 @pytest.mark.serial
 def test_the_cost_of_every_setting_is_measured(port: str) -> None:
     """Other work on the machine may disturb a measurement, but hardly three."""

@@ -14,7 +14,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, start
 from tests.support.jobs import run as train
 
-SAMPLED = pytest.mark.sampled(3, "tests/studies/test_race.py")
+SAMPLED = pytest.mark.sampled(3)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -59,7 +59,7 @@ def curves(files: StudyFiles, jobs: list[Job]) -> list[Curve]:
     return first
 
 
-@pytest.mark.slow(4, "launch/studies", "tests/studies/test_time_to_loss.py")
+@pytest.mark.slow
 def test_uncompressed_engines_make_the_same_updates(files: StudyFiles) -> None:
     """DeepSpeed with and without ZeRO, and FSDP2, have the losses of DDP, so the study trains only DDP."""
     engines = [files.job(f"zero{stage}", NATIVE | {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 3)]
@@ -185,7 +185,7 @@ def test_outcomes_are_means_over_seeds_unless_one_misses_the_loss() -> None:
     assert outcomes(worse, 10, times)[1].seconds == {}
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 def test_a_study_from_text_to_tables(tmp_path: Path, files: StudyFiles, capfd: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(files.text), "--output-dir", str(tmp_path), "--model", str(files.model), "--hosts", "2"]
     short = ["--steps", "6", "--eval-every", "2", "--seq-len", "16", "--only", "^(ddp|ddp-bf16|zero0_int4)$"]

@@ -39,7 +39,7 @@ def options(directory: Path, minutes: float) -> argparse.Namespace:
     return argparse.Namespace(output_dir=directory, keep=False, minutes=minutes)
 
 
-@pytest.mark.slow(3, "launch/studies/versions.py", "tests/studies/test_versions.py")
+@pytest.mark.slow
 def test_a_row_that_cannot_be_installed_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,7 +180,7 @@ def test_connecting_to_a_silent_listener_times_out() -> None:
         assert time.monotonic() - begun < 5, "the default timeout"
 
 
-@pytest.mark.slow(4, "deepspeed_compress/transport", "tests/transport/test_server.py")
+@pytest.mark.slow
 def test_unauthenticated_connections_are_limited_in_number_and_time() -> None:
     before = threading.active_count()
     with serving(bounds=Bounds(pending=PendingLimits(8, 3.0))) as server:

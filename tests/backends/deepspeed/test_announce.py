@@ -12,9 +12,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed/announce.py", "tests/backends/deepspeed/test_announce.py"
-)
+SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed/announce.py")
 
 WHOLE = {"reduce_bucket_size": 10**6}
 FIGURES = re.compile(

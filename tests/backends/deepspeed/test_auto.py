@@ -104,7 +104,7 @@ def repeat(rank: int, job: Job) -> list[str]:
     return settings
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_a_comparison_can_be_repeated() -> None:
     """The residuals are sent before DeepSpeed is left alone, which takes one of its steps."""
     expected = ["none", *["none alone"] * (EACH - 1), *["blockwise bits=4"] * EACH, "none", "none alone"]
@@ -119,7 +119,7 @@ def sent(rank: int, job: Job) -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_of_steps_of_deepspeed_are_counted(stage: int) -> None:
     [found, _] = run_forks(2, sent, job_of(stage))
@@ -143,7 +143,7 @@ def resume(rank: int, job: Job, directory: str, saved: int, times: tuple[float, 
     return continued, (run(again, batches[saved:]), weights(again))
 
 
-@pytest.mark.sampled(3, "deepspeed_compress/policy", "tests/backends/deepspeed/test_auto.py")
+@pytest.mark.sampled(3, "deepspeed_compress/policy")
 @pytest.mark.parametrize(
     ("stage", "saved"), [(0, 2 * EACH + 2), (1, 2 * EACH), (2, 2 * EACH + 1), (3, 2 * EACH + 2), (1, EACH)]
 )
@@ -152,7 +152,7 @@ def test_a_resumed_run_continues_with_the_choice(stage: int, saved: int, tmp_pat
         assert resumed == continued
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_a_run_that_is_resumed_during_compressed_steps_measures_them_again(stage: int, tmp_path: Path) -> None:
     """Measured times are not saved. The residuals are, although the new engine begins with uncompressed steps."""
@@ -196,7 +196,7 @@ def detach(rank: int, job: Job, steps: int) -> tuple[list[float], Any]:
     return losses + run(engine, batches[steps:]), weights(engine)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_detached_during_uncompressed_steps(stage: int) -> None:
     job = job_of(stage, steps=4)
@@ -206,7 +206,7 @@ def test_detached_during_uncompressed_steps(stage: int) -> None:
         assert Outcome(losses, parameters) == expected
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_detached_during_compressed_steps(stage: int) -> None:
     [first, second] = run_forks(2, detach, job_of(stage, steps=EACH + 5), EACH + 2)
@@ -234,7 +234,7 @@ def test_the_comparison_ends_if_other_code_wraps_a_method() -> None:
     assert first[2] == second[2]
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_sharded_within_nodes() -> None:
     """Four ranks in two nodes of two. Only the means between the nodes are compressed."""
     section = {"auto": {"steps": STEPS}, "gradients": BOTH["gradients"], "parallelism": {"shard_within": 2}}
@@ -250,7 +250,7 @@ def test_sharded_within_nodes() -> None:
         assert parameters == found[0][2]
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_a_pipeline() -> None:
     """Two stages of two ranks. Each stage reduces by itself, and all ranks decide alike."""
     section = {key: BOTH[key] for key in ("auto", "gradients")} | {"parallelism": {"pipeline": 2}}
@@ -264,7 +264,7 @@ def test_a_pipeline() -> None:
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow
 def test_skipped_steps_are_not_measured() -> None:
     """A step that the loss scaler skips makes its kind last one step longer."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}

@@ -8,9 +8,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
 from tests.support.methods import BF16, FP32_SUMS, METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-SAMPLED = pytest.mark.sampled(
-    8, "deepspeed_compress/backends/deepspeed/gradients", "tests/backends/deepspeed/test_compressed_training.py"
-)
+SAMPLED = pytest.mark.sampled(8, "deepspeed_compress/backends/deepspeed/gradients")
 
 
 STEPS = {"randomk": 80}

@@ -17,7 +17,7 @@ from tests.support.jobs import Job, data, network, run, start, weights
 from tests.support.messages import refusal
 from tests.support.methods import RAW, UNCLIPPED
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_detach.py")
+pytestmark = pytest.mark.sampled(4)
 
 GRADIENTS = {"bits": 4, "block_size": 32}
 EVERYTHING = {"guard": {}, "adaptive": {}, "monitor": {"every": 1}}

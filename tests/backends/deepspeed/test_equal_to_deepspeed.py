@@ -6,9 +6,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, engines, run, train, weights
 from tests.support.methods import BF16, NONE, RAW
 
-pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_equal_to_deepspeed.py"
-)
+pytestmark = pytest.mark.sampled(4)
 
 
 def assert_identical(ranks: int, job: dict, section: dict) -> None:

@@ -23,7 +23,7 @@ from tests.support.messages import caught_warnings, refusal
 from tests.support.methods import NONE, RAW
 from tests.support.resuming import State, save_and_resume
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_experts.py")
+pytestmark = pytest.mark.sampled(4)
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}, "seed": 1}
 

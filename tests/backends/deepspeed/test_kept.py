@@ -20,7 +20,7 @@ from deepspeed_compress.checkpointing.snapshot import Call, Snapshot
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, run, start, train_on
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_kept.py")
+pytestmark = pytest.mark.sampled(4)
 
 SECTION = {"gradients": {"bits": 4, "block_size": 32}}
 

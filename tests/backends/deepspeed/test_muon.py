@@ -18,7 +18,7 @@ from tests.support.jobs import MUON, Job, data, engines, make_engine, network, r
 from tests.support.methods import BF16, FP16, FP32_SUMS, NONE, OFFLOAD, RAW
 from tests.support.resuming import resume_all, save_and_continue_all
 
-SAMPLED = pytest.mark.sampled(12, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_muon.py")
+SAMPLED = pytest.mark.sampled(12)
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32}}
 BOTH = {**INT4, "weights": {"bits": 4, "block_size": 32}}

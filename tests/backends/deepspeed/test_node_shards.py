@@ -41,9 +41,7 @@ from tests.support.methods import BF16, FP16, FP32_SUMS
 from tests.support.resuming import resume, save_and_continue
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
-SAMPLED = pytest.mark.sampled(
-    6, "deepspeed_compress/backends/deepspeed/node_shards.py", "tests/backends/deepspeed/test_node_shards.py"
-)
+SAMPLED = pytest.mark.sampled(6)
 
 NODES: Mapping[str, Any] = {"shard_within": 2}
 UNCOMPRESSED: Mapping[str, Any] = {"gradients": {"method": "none"}, "parallelism": NODES}

@@ -18,13 +18,7 @@ from tests.support.jobs import Job, data, run, start
 from tests.support.methods import FP32_SUMS
 from tests.support.nodes import early_of
 
-pytestmark = pytest.mark.sampled(
-    6,
-    "deepspeed_compress/backends/deepspeed/gradients/background.py",
-    "deepspeed_compress/backends/deepspeed/node_gradients.py",
-    "deepspeed_compress/backends/deepspeed/node_shards.py",
-    "tests/backends/deepspeed/test_node_streams.py",
-)
+pytestmark = pytest.mark.sampled(6, "deepspeed_compress/backends/deepspeed/node_gradients.py")
 SECTION = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": {"shard_within": 2}}
 TWO = {"accumulation": 2}
 OF_ZERO_3 = {
@@ -82,7 +76,7 @@ def alone(rank: int) -> set[str]:
     return set(gpu.problems)
 
 
-@pytest.mark.slow(4, "tests/backends/deepspeed/test_node_streams.py")
+@pytest.mark.slow
 def test_the_races_of_deepspeed_are_there_without_us() -> None:
     assert run_forks(4, alone) == [OF_ZERO_3] * 4
 

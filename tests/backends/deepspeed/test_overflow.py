@@ -12,7 +12,7 @@ from tests.support.jobs import Job, data, engines, run, start, train, train_on, 
 from tests.support.methods import BF16, FP16, UNCLIPPED
 from tests.support.resuming import residuals_of
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overflow.py")
+SAMPLED = pytest.mark.sampled(4)
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 

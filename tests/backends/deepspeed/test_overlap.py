@@ -13,7 +13,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, run, start, weights
 from tests.support.methods import BF16, FP16, OFFLOAD
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_overlap.py")
+SAMPLED = pytest.mark.sampled(4)
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32}}
 SMALL = {"reduce_bucket_size": 200}

@@ -34,9 +34,7 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
-SAMPLED = pytest.mark.sampled(
-    8, "deepspeed_compress/backends/deepspeed/ownership.py", "tests/backends/deepspeed/test_ownership.py"
-)
+SAMPLED = pytest.mark.sampled(8)
 
 
 def test_orders_are_permutations_and_level() -> None:

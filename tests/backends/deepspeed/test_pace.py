@@ -8,7 +8,7 @@ import pytest
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, engines, run, weights
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_pace.py")
+pytestmark = pytest.mark.sampled(4)
 
 RATE = 160_000
 """Bits per second of a host with two processes. Each process may send 10,000 bytes per second."""

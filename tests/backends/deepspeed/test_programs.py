@@ -20,13 +20,13 @@ def unexpected(directory, stage: int, sections: tuple[str, ...], programs=PROGRA
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("tests/backends/deepspeed/programs")
 @pytest.mark.parametrize("stage", [1])
 def test_uncompressed_exchange(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw")) == []
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow("tests/backends/deepspeed/programs")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):
@@ -35,7 +35,7 @@ def test_every_section(tmp_path, stage):
     assert unexpected(tmp_path, stage, sections) == []
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow("tests/backends/deepspeed/programs")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_within_nodes(tmp_path, stage):
@@ -43,7 +43,7 @@ def test_sharded_within_nodes(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "nodes"), PROGRAMS_ON_NODES) == []
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow("tests/backends/deepspeed/programs")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nodes_exchange_during_backward(tmp_path, stage):

@@ -12,9 +12,7 @@ from tests.backends.deepspeed.programs.judge import found, wanted
 from tests.backends.deepspeed.programs.ranks import run_tasks, tasks_of
 from tests.support.properties import properties
 
-pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_random_programs.py"
-)
+pytestmark = pytest.mark.sampled(4)
 
 ALL = ("plain", "none", "raw", "4 bits")
 # Ranks start once for a list of programs, and programs are printed in full, so shrinking would not help.
@@ -43,7 +41,7 @@ def test_random_programs(stage, data):
     check(stage, data.draw(st.lists(programs(stage), min_size=5, max_size=5)))
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @settings(in_lists, max_examples=3)

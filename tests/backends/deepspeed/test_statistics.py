@@ -16,9 +16,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 from tests.support.messages import caught_warnings
 
-pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_statistics.py"
-)
+pytestmark = pytest.mark.sampled(4)
 
 NUMEL = sum(inner * outer + outer for inner, outer in ((12, 31), (31, 17), (17, 3))) + 3
 

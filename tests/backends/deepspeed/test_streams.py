@@ -19,7 +19,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import WIDTH, Job, data, make_engine, run, start
 from tests.support.streams import Device
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_streams.py")
+pytestmark = pytest.mark.sampled(4)
 
 ZERO = {"reduce_bucket_size": 200, "overlap_comm": True}
 """ZeRO settings with a bucket size below the 31 x 12 and 31 x 17 elements of gradients."""
@@ -72,7 +72,7 @@ def test_zero_3_has_no_races_except_those_of_deepspeed() -> None:
     assert run_forks(2, races, JOBS[3]) == [[GATHER], [GATHER]]
 
 
-@pytest.mark.slow(4, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_streams.py")
+@pytest.mark.slow
 def test_the_race_of_deepspeed_is_there_without_us() -> None:
     assert all(GATHER in found for found in run_forks(2, races, [replace(job(3, INT4), section=None)]))
 

@@ -25,7 +25,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, run, start, statistics_lines
 from tests.support.methods import NONE, OFFLOAD
 
-pytestmark = pytest.mark.sampled(7, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_traffic.py")
+pytestmark = pytest.mark.sampled(7)
 
 NAMES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, **NAMES}

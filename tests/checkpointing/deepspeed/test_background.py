@@ -38,9 +38,7 @@ from tests.support.messages import caught_warnings, refusal
 from tests.support.resuming import resume_all, save_and_continue_all
 from tests.support.transport import until
 
-pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_background.py"
-)
+pytestmark = pytest.mark.sampled(4)
 
 SECTION = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
 SLOW = {"max_rate": "100 kB/s"}

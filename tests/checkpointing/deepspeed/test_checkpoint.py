@@ -19,9 +19,7 @@ from tests.support.messages import caught_warnings
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 from tests.support.resuming import residuals_of, resume_all, save_and_continue_all
 
-pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
-)
+pytestmark = pytest.mark.sampled(4)
 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "rounding": "stochastic"}}
 HIERARCHY = {"ranks_per_node": 2, "inside": {"method": "blockwise", "block_size": 32}}

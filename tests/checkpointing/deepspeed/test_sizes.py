@@ -16,9 +16,7 @@ from tests.support.jobs import Job, make_engine, network, run, start, weights
 from tests.support.messages import caught_warnings
 from tests.support.methods import FP32_SUMS, NONE
 
-pytestmark = pytest.mark.sampled(
-    16, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
-)
+pytestmark = pytest.mark.sampled(16)
 
 INT8 = {"gradients": {"bits": 8, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 SAVED = 3

@@ -111,12 +111,7 @@ def test_a_state_that_cannot_be_written_is_reported_and_delays_all_answers(tmp_p
         assert there.receive(60)["kind"] == "welcome"
 
 
-@pytest.mark.slow(
-    4,
-    "deepspeed_compress/local_sgd/coordinator",
-    "deepspeed_compress/transport",
-    "tests/local_sgd/coordinator/test_server.py",
-)
+@pytest.mark.slow("deepspeed_compress/transport")
 def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
     """After its disk or host has stalled, pending messages are handled before any island is lost."""
     printed: list[str] = []

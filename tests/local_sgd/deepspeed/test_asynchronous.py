@@ -14,9 +14,7 @@ from tests.support.coordinators import become_island, own_ports, parameter_serve
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 
-SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_asynchronous.py"
-)
+SAMPLED = pytest.mark.sampled(4)
 
 STAGES = (0, 1, 2, 3)
 

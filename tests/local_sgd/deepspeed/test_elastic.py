@@ -29,7 +29,7 @@ from tests.support.messages import caught_warnings, refusal
 
 ISLAND_FILES = "deepspeed_compress_islands_rank"
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic.py")
+SAMPLED = pytest.mark.sampled(4)
 
 STAGES = (0, 1, 2, 3)
 FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -255,7 +255,7 @@ def goes_on(
     return seen
 
 
-@pytest.mark.slow(4, "deepspeed_compress/local_sgd", "tests/local_sgd/deepspeed/test_elastic.py")
+@pytest.mark.slow("deepspeed_compress/local_sgd")
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
 def test_the_number_of_islands_may_change_when_all_restart(before: int, after: int, tmp_path: Path) -> None:
     come_back(goes_on, before, after, tmp_path)
@@ -277,7 +277,7 @@ def goes_on_alone(rank: int, job: Job, directories: list[str], version: int, mar
     return goes_on(rank, job, directories, version, marks, islands)
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow
 def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path: Path) -> None:
     third = come_back(goes_on_alone, 2, 3, tmp_path, timeout="2 s")[2]
     assert third[0] == []

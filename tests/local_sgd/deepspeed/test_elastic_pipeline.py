@@ -27,9 +27,7 @@ from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, sectio
 from tests.support.jobs import BATCH, MUON, WIDTH, Job, data, make_engine, run, start, weights
 from tests.support.tensor_islands import TENSOR, VOCABULARY
 
-SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_pipeline.py"
-)
+SAMPLED = pytest.mark.sampled(4)
 STAGES = 2
 PLAIN: Mapping[str, Any] = {"exchange": {"method": "none"}}
 TIED = "tied_modules.matrix.weight"

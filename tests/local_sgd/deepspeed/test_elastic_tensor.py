@@ -13,9 +13,7 @@ from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, watch_
 from tests.support.jobs import Job, weights
 from tests.support.tensor_islands import AUTO_TP, TENSOR, start_tensor, take_steps
 
-SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_elastic_tensor.py"
-)
+SAMPLED = pytest.mark.sampled(4)
 PLAIN: Mapping[str, Any] = {"exchange": {"method": "none"}}
 
 

@@ -44,7 +44,7 @@ from tests.support.messages import check_contained, refusal
 from tests.support.methods import BF16
 from tests.support.resuming import resume, save_and_continue
 
-SAMPLED = pytest.mark.sampled(12, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands.py")
+SAMPLED = pytest.mark.sampled(12)
 
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}

@@ -16,9 +16,7 @@ from tests.support.faults import train_one
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, warned, weights
 
-pytestmark = pytest.mark.sampled(
-    4, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_adaptive.py"
-)
+pytestmark = pytest.mark.sampled(4)
 
 STEPS = 24
 LATE = 1

@@ -35,9 +35,7 @@ from tests.support.messages import caught_warnings, refusal
 from tests.support.methods import UNCLIPPED
 from tests.support.resuming import resume, save_and_continue
 
-SAMPLED = pytest.mark.sampled(
-    12, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_consistency.py"
-)
+SAMPLED = pytest.mark.sampled(12)
 
 
 @SAMPLED

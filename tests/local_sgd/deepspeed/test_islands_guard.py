@@ -16,9 +16,7 @@ from tests.support.island_jobs import run_apart
 from tests.support.jobs import Job, data, run, start, train, weights
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
-pytestmark = pytest.mark.sampled(
-    6, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_guard.py"
-)
+pytestmark = pytest.mark.sampled(6)
 
 STEPS = 60
 """Number of steps. The last one ends with an exchange."""

@@ -26,9 +26,7 @@ from tests.support.jobs import BATCH, Job, largest_difference, make_engine, weig
 from tests.support.messages import refusal
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
-SAMPLED = pytest.mark.sampled(
-    12, "deepspeed_compress/local_sgd/deepspeed", "tests/local_sgd/deepspeed/test_islands_tensor.py"
-)
+SAMPLED = pytest.mark.sampled(12)
 
 PLAIN: Mapping[str, Any] = {"sync_every": 1, "exchange": {"method": "none"}}
 SAVED = 4

@@ -99,7 +99,7 @@ LISTEN = (
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=3)"
 
 
-@pytest.mark.slow(4, "deepspeed_compress/tools/bench", "tests/tools/bench/test_hosts.py")
+@pytest.mark.slow
 @needs_hosts
 def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
     with Cluster(2) as cluster:

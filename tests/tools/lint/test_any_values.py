@@ -17,7 +17,7 @@ from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.lint.strings import to_json
 from tests.support.properties import properties
 
-pytestmark = pytest.mark.sampled(8, "deepspeed_compress/tools/lint", "tests/tools/lint/test_any_values.py")
+pytestmark = pytest.mark.sampled(8)
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**62, -(2**63) + 1, 0.5, 1e308, -1e-308, "", "auto", "true", "1e400", "9" * 30),

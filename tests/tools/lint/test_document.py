@@ -16,7 +16,7 @@ from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PA
 from tests.support.properties import properties
 from tests.tools.lint.texts import CONFIGS, NOISE, broken
 
-SAMPLED = pytest.mark.sampled(10, "deepspeed_compress/tools/lint", "tests/tools/lint/test_document.py")
+SAMPLED = pytest.mark.sampled(10)
 
 MANY = settings(properties, max_examples=300)
 

@@ -16,7 +16,7 @@ from deepspeed_compress.tools.lint.scanner import MAX_PARTS, MAX_PROBLEMS, parse
 from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.outputs import Report, render
 
-SAMPLED = pytest.mark.sampled(10, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py")
+SAMPLED = pytest.mark.sampled(10)
 
 Text = Callable[[int], str]
 
@@ -78,7 +78,7 @@ def test_time_grows_with_the_text(name: str) -> None:
     assert any(seconds(text(4 * n)) < limit for _ in range(2))
 
 
-@pytest.mark.slow(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py")
+@pytest.mark.slow
 @pytest.mark.serial
 def test_corrections_grow_with_the_text() -> None:
     def correct(n: int) -> float:
@@ -103,7 +103,7 @@ def test_twenty_megabytes_of_braces(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "where a key should be" in capsys.readouterr().out
 
 
-@pytest.mark.slow(4, "deepspeed_compress/tools/lint", "tests/tools/lint/test_growth.py")
+@pytest.mark.slow
 def test_nineteen_thousand_equal_keys_give_a_hundred_findings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from deepspeed_compress.tools.lint.runner import lint_document, lint_text
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
-SAMPLED = pytest.mark.sampled(3, "deepspeed_compress/tools/lint", "tests/tools/lint/test_rules.py")
+SAMPLED = pytest.mark.sampled(3)
 
 BESIDES = {"DSC332": {"DSC303"}, "DSC604": {"DSC803"}}
 """Rules that also find something in the bad example of another rule."""

@@ -17,7 +17,7 @@ from deepspeed_compress.tools.tune.trials import Trials
 from tests.support.processes import wait_until_gone
 from tests.support.transport import until
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/tools/tune", "tests/tools/tune/test_trials.py")
+pytestmark = pytest.mark.sampled(3)
 
 RUNG = Rung(1, 30, 0.01, 0.0)
 CANDIDATE = Candidate("int4", {"gradients": {"bits": 4}})

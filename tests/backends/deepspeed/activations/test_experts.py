@@ -24,12 +24,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import weights
 from tests.support.messages import refusal
 
-SLOW = pytest.mark.slow(
-    6,
-    "deepspeed_compress/backends/activations",
-    "deepspeed_compress/backends/deepspeed/activations",
-    "tests/backends/deepspeed/activations/test_experts.py",
-)
+SLOW = pytest.mark.slow("deepspeed_compress/backends/activations")
 EIGHT: Mapping[str, Any] = {"experts": {"dispatch": {}, "combine": {}}}
 FOUR: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 4}, "combine": {"bits": 4}}}
 DISPATCH: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 8}}}

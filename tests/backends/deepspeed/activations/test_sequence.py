@@ -35,12 +35,8 @@ from tests.support.ulysses import (
     train,
 )
 
-SOURCES = (
-    "deepspeed_compress/backends/activations",
-    "deepspeed_compress/backends/deepspeed/activations",
-    "tests/backends/deepspeed/activations/test_sequence.py",
-)
-SAMPLED, SLOW = pytest.mark.sampled(6, *SOURCES), pytest.mark.slow(6, *SOURCES)
+SOURCES = ("deepspeed_compress/backends/activations",)
+SAMPLED, SLOW = pytest.mark.sampled(6, *SOURCES), pytest.mark.slow(*SOURCES)
 EIGHT: Mapping[str, Any] = {"sequence": {}}
 FOUR: Mapping[str, Any] = {"sequence": {"bits": 4}}
 UNCOMPRESSED: Mapping[str, Any] = {SECTION: {"gradients": {"method": "none"}}}
