@@ -165,13 +165,15 @@ class Adaptive(Model):
 class Auto(Model):
     """Comparison of compressed with uncompressed steps at the start of a run, which keeps the faster ones.
 
-    The first steps are left to DeepSpeed, uncompressed, and their times are measured. As many compressed steps follow.
+    Four uncompressed steps, which are left to DeepSpeed, and four compressed ones take turns. It is repeated when steps
+    have become much slower or faster.
     """
 
     steps: int = Field(default=8, ge=3)
-    """Optimizer steps of each kind that are measured, after four that are not."""
+    """Pairs of a compressed and an uncompressed step that are measured, one at each change between the kinds."""
     margin: float = Field(default=0.03, ge=0, lt=1)
-    """Fraction of the time of an uncompressed step by which compressed ones must be shorter to be kept."""
+    """Fraction of the time of an uncompressed step by which compressed ones must be shorter to be kept, in the median
+    of the pairs. They must be shorter in more than three quarters of the pairs, too."""
 
 
 class Communication(Model):

@@ -1,9 +1,8 @@
 """The settings of the next step: the schedule or adaptive choice, softened by the guard. Decisions become events."""
 
 import json
-import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,7 +94,7 @@ class Policy:
         self._step = 0
         """Step for which `_plan` was computed."""
         self._was_dense = self._plan.dense
-        """True if nothing was compressed in the step before `_step`."""
+        """True if no residuals remained after the step before `_step`, because nothing was compressed."""
 
     @property
     def guards(self) -> bool:
@@ -113,7 +112,8 @@ class Policy:
         if self.adaptation is None and self.auto is None:
             self._record_schedule(step, before, chosen)
         if step != self._step:
-            self._step, self._was_dense = step, self._plan.dense
+            # An uncompressed step of a comparison keeps the residuals of the compressed steps around it.
+            self._step, self._was_dense = step, self._plan.dense and (self._was_dense or self._plan.flush)
         settings = _rung(chosen, self._state.level if self._guard_acts else 0)
         changed = settings != self._plan.settings
         if changed:
@@ -123,7 +123,8 @@ class Policy:
         weights_alone = self._config.gradients.method == "none"
         off = step < self._config.schedule.warmup_steps if weights_alone else settings.method == "none"
         # Flush the residuals when compression stops; they would be stale when it resumes.
-        stops = off and not self._was_dense
+        compares = self.auto is not None and self.auto.measures
+        stops = off and not self._was_dense and not compares
         sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
         dense, flush = off or sync, stops or sync
@@ -132,22 +133,33 @@ class Policy:
         self._plan = StepPlan(settings, self._weights(step), dense, flush, sync, probe, changed, alone)
         return self._plan
 
-    def choose(self, step: int, slowest_ms: float) -> None:
-        """End a part of the comparison of `auto` after the finished `step`; see `AutoChoice.close`.
+    def choose(self, step: int, figures: Sequence[float]) -> None:
+        """Compare steps, or compare them again, after the finished `step`; see `AutoChoice.close`.
 
-        `slowest_ms` is infinite if a rank cannot change the kind of its steps.
+        `figures` are the largest of all ranks of `AutoChoice.figures`.
         """
         assert self.auto is not None
-        if math.isinf(slowest_ms):
+        if figures[-1]:
             self.auto.stop()
             now, reason = self._plan.text, "other code on some rank prevents a change, so the run continues as it is"
             self._emit(step, "auto", reason, {}, now, now)
             return
-        verdict = self.auto.close(slowest_ms)
+        if not self.auto.measures:
+            self._check_times(step, figures)
+            return
+        verdict = self.auto.close(figures)
         if verdict is not None:
-            evidence = {"uncompressed_ms": verdict.uncompressed_ms, "compressed_ms": verdict.compressed_ms}
             after = brief(self._config.gradients) if verdict.compresses else "none"
-            self._emit(step, "auto", verdict.reason, evidence, brief(self._config.gradients), after)
+            self._emit(step, "auto", verdict.reason, verdict.evidence, brief(self._config.gradients), after)
+
+    def _check_times(self, step: int, figures: Sequence[float]) -> None:
+        """Compare steps again if their times have changed since the choice of `auto`."""
+        assert self.auto is not None
+        changed = self.auto.check(figures)
+        if changed is not None:
+            before, now = changed
+            reason = f"steps take {now:.0f} ms, and took {before:.0f} ms at the last comparison, so it is repeated"
+            self._emit(step, "auto", reason, {"before_ms": before, "now_ms": now}, self._plan.text, self._plan.text)
 
     def adapt(self, step: int, seen: Measurement) -> None:
         """Choose again after the finished `step`, which was a probe."""

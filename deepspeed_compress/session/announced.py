@@ -52,7 +52,7 @@ def joined(
 def _start(config: CompressConfig) -> list[str]:
     """Return the text on steps at the start that are not compressed; none if all steps are."""
     if config.auto is not None:
-        return ["auto: uncompressed steps come first, and compression stays if it makes steps faster"]
+        return ["auto: both kinds of steps take turns first, and compression stays if it makes steps faster"]
     warmup = config.schedule.warmup_steps
     return [f"the first {warmup} steps are uncompressed"] if warmup else []
 

@@ -8,7 +8,7 @@ import contextlib
 import math
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.session.probing import Prober
 
 T = TypeVar("T")
+LargestOfAll = Callable[[Sequence[float]], list[float]]
+"""Function that returns the largest of all ranks of each value, from this rank's values."""
 
 
 @dataclass(frozen=True)
@@ -161,21 +163,21 @@ class PolicyInputs:
 
     Attributes:
         losses: mean losses of all ranks.
-        largest: returns the largest value of all ranks, from this rank's. Collective.
+        largest: returns the largest of all ranks of each value, from this rank's values. Collective.
         prober: measurements of candidates; None if the policy does not adapt.
     """
 
     losses: Losses
-    largest: Callable[[float], float]
+    largest: LargestOfAll
     prober: Prober | None = None
 
 
-def largest_of_all(value: float, device: Any, group: ProcessGroup | None = None) -> float:
-    """Return the largest `value` of all ranks, inf if one is NaN. Collective."""
-    known = float("inf") if math.isnan(value) else value
-    found = torch.tensor([known], dtype=torch.float64, device=device)
+def largest_of_all(values: Sequence[float], device: Any, group: ProcessGroup | None = None) -> list[float]:
+    """Return the largest of all ranks of each of `values`, inf if one is NaN. Collective."""
+    known = [float("inf") if math.isnan(value) else value for value in values]
+    found = torch.tensor(known, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return float(found)
+    return list(found.tolist())
 
 
 def new_run(group: ProcessGroup | None = None) -> str:

@@ -10,11 +10,12 @@ from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.gradients import GradientReductions
-from deepspeed_compress.session.observer import PolicyInputs
+from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges, StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.step_end import StepEnd
+from deepspeed_compress.session.step_watch import StepWatch
 
 
 class Session:
@@ -30,7 +31,8 @@ class Session:
             master weights.
         saving: checkpoints that are written in the background; None if saving blocks training.
         islands: exchanges with other islands; None if all ranks train as one.
-        slowest: returns the largest value of all ranks, from this rank's; needed if the policy compares step times.
+        largest: see `PolicyInputs`; needed if the policy compares step times.
+        watch: stopwatch of the steps, in the same case.
 
     Examples:
         In a training script:
@@ -47,7 +49,8 @@ class Session:
         exact: ExactWeights | None = None,
         saving: BackgroundCheckpoints | None = None,
         islands: IslandExchanges | None = None,
-        slowest: Callable[[float], float] | None = None,
+        largest: LargestOfAll | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         self.config = parts.config
         self.parameters = None if parts.reductions is None else parts.parameters
@@ -75,7 +78,8 @@ class Session:
         self._followers: list[StepFollower] = []
         self._exchange_ms = 0.0
         """Milliseconds that the running step, if it is measured, has waited for other islands."""
-        self._step_end = StepEnd(parts, inputs, slowest, self._followers)
+        self.watch = watch
+        self._step_end = StepEnd(parts, inputs, largest, watch, self._followers)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -148,7 +152,7 @@ class Session:
         Call it on all ranks, between optimizer steps.
 
         Returns:
-            The number of steps until the next choice is in force; 0 without `auto`.
+            The smallest number of steps until the next choice is in force; 0 without `auto`.
         """
         auto = self.policy.auto
         if auto is None:

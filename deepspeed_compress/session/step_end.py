@@ -1,18 +1,18 @@
 """Conclusions at the end of an optimizer step: residuals, figures, and decisions of the policy."""
 
-import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, SeamError
 from deepspeed_compress.policy import Actions, Observation
-from deepspeed_compress.session.observer import PolicyInputs, StepMeans
+from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs, StepMeans
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.protocols import StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
+from deepspeed_compress.session.step_watch import StepWatch
 
 
 class StepEnd:
@@ -21,7 +21,8 @@ class StepEnd:
     Args:
         parts: the parts of the session.
         inputs: figures of all ranks for the policy; None if the policy observes nothing.
-        slowest: returns the largest value of all ranks, from this rank's; needed if the policy compares step times.
+        largest: see `PolicyInputs`; needed if the policy compares step times.
+        watch: stopwatch of the steps, in the same case.
         followers: parts of the engine that the policy's comparison concerns.
     """
 
@@ -29,12 +30,13 @@ class StepEnd:
         self,
         parts: Parts,
         inputs: PolicyInputs | None,
-        slowest: Callable[[float], float] | None,
+        largest: LargestOfAll | None,
+        watch: StepWatch | None,
         followers: Sequence[StepFollower],
     ) -> None:
         self._policy, self._settings, self._residuals = parts.policy, parts.settings, parts.residuals
         self._meter, self._reporter = parts.run.meter, parts.records.reporter
-        self._inputs, self._slowest, self._followers = inputs, slowest, followers
+        self._inputs, self._largest, self._watch, self._followers = inputs, largest, watch, followers
 
     def finish(self, finished: FinishedStep, alone: bool, exchange_ms: float) -> Actions:
         """Finish a step. Collective.
@@ -59,7 +61,8 @@ class StepEnd:
             self._adapt(prober, finished, timed_ms, exchange_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
-        self._compare(finished.step, timed_ms)
+        if self._watch is not None:
+            self._compare(self._watch, finished)
         return actions
 
     def _observe(self, finished: FinishedStep, timed_ms: float | None) -> Observation:
@@ -93,12 +96,17 @@ class StepEnd:
         # The measurement is not part of any step's time.
         self._reporter.step_ended()
 
-    def _compare(self, step: int, timed_ms: float | None) -> None:
-        """Let the policy compare compressed with uncompressed steps. Collective when enough of a kind are measured."""
-        auto = self._policy.auto
-        if auto is not None and auto.measures and auto.see(timed_ms):
-            assert self._slowest is not None
-            self._policy.choose(step, self._slowest(auto.median if self._can_switch() else math.inf))
+    def _compare(self, watch: StepWatch, finished: FinishedStep) -> None:
+        """Let the policy compare compressed with uncompressed steps. Collective at the end of a run of one kind.
+
+        A skipped step is shorter than others, so it is repeated.
+        """
+        auto, largest = self._policy.auto, self._largest
+        assert auto is not None
+        assert largest is not None
+        step_ms, shapes = watch.finish(timed=finished.applied and auto.times_next)
+        if finished.applied and auto.see(step_ms, shapes):
+            self._policy.choose(finished.step, largest(auto.figures(self._can_switch())))
 
     def _can_switch(self) -> bool:
         """Return True if the next step may be compressed if this one was not, or the reverse; warn if not."""
@@ -120,4 +128,4 @@ class StepEnd:
     def _largest_residual(self, finished: FinishedStep) -> float | None:
         """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
         norm = self._residuals.residual_norm(finished.scale_after)
-        return None if self._inputs is None or norm is None else self._inputs.largest(norm)
+        return None if self._inputs is None or norm is None else self._inputs.largest([norm])[0]

@@ -22,7 +22,7 @@ def auto(place: Place) -> Found:
     """Compare compressed with uncompressed steps, and train on with whichever is faster."""
     training = Training(2, {"preset": "auto", "auto": {"steps": 3}})
     with engine_of(training, place) as (engine, batch):
-        losses = take_steps(engine, batch, 17)
+        losses = take_steps(engine, batch, 23)
         events = [one.kind for one in engine.compression.events]
         check(events == ["auto"], f"expected the event auto, got {events}")
         return describe(engine, losses, f"then {engine.compression.settings}")

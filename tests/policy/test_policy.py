@@ -445,8 +445,10 @@ def test_softening_survives_changes_of_other_keys() -> None:
 def resume_auto(**section: Any) -> bool:
     """Return True if 4 bits, which were slower than no compression, are not measured again under `section`."""
     policy = Policy(config(auto={}, gradients={"bits": 4}, weights={"bits": 4}), None, lambda event: None)
-    policy.choose(12, 100.0)
-    policy.choose(24, 200.0)
+    assert policy.auto is not None
+    while policy.auto.measures:
+        if policy.auto.see(100.0 if policy.auto.alone else 200.0, ()):
+            policy.choose(12, policy.auto.figures(can_switch=True))
     again = Policy(config(auto={}, **section), None, lambda event: None)
     again.load(json.loads(json.dumps(policy.saved())))
     assert again.auto is not None

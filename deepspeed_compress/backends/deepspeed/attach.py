@@ -28,6 +28,7 @@ from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
+from deepspeed_compress.backends.deepspeed.step_times import watch_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights
@@ -166,8 +167,9 @@ def _make_session(engine: Any, island: IslandUnit | None, parts: Parts) -> tuple
     inputs = _policy_inputs(engine, parts, None if weights is None else weights.traffic())
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     islands, island_files = _attach_islands(engine, island, parts, saving)
-    slowest = partial(largest_of_all, device=engine.device, group=deciding_group(engine))
-    session = Session(parts, inputs, exact, saving, islands, slowest)
+    largest = partial(largest_of_all, device=engine.device, group=deciding_group(engine))
+    watch = None if config.auto is None else watch_steps(engine, patches)
+    session = Session(parts, inputs, exact, saving, islands, largest, watch)
     participants = (saving, island_files, CompressionState(engine, session), Resharding(engine, config))
     return session, [one for one in participants if one is not None]
 

@@ -8,7 +8,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed import comms_log, losses, norms, offloaded_shards, parallel, seams
+from deepspeed_compress.backends.deepspeed import (
+    comms_log,
+    losses,
+    norms,
+    offloaded_shards,
+    parallel,
+    seams,
+    step_times,
+)
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.limits import engine_kind, refuse_unsupported
@@ -71,11 +79,12 @@ def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> No
     refuse_unsupported(engine, config)
     refuse_idle_activations(engine, config)
     watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
+    timed = step_times.SEAMS if config.auto is not None else ()
     in_nodes = node_unit(engine) is not None
     copied = master_weights.SEAMS if in_nodes or config.islands is not None else ()
     averaged = offloaded_shards.SEAMS if in_nodes else ()
     seams.check_seams(
-        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched + copied + averaged,
+        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched + timed + copied + averaged,
         deepspeed.__version__,
     )
     if config.activations is not None:

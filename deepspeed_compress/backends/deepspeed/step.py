@@ -49,10 +49,14 @@ class Steps:
             session.saving.before_step()
         if self.rollout is not None:
             self.rollout.before_step(engine.global_steps)
+        if session.watch is not None:
+            session.watch.start()
         if self.nodes is not None:
             self.nodes.average()
         with self.norms.recording() if self.norms is not None else nullcontext():
             original(*args)
+        if session.watch is not None:
+            session.watch.stop()
         applied = engine.skipped_steps == skipped and loss_scale(engine) >= scale
         session.meter.count("bytes_weights", self.weight_bytes() if applied else 0)
         if session.synchronises:

@@ -212,7 +212,7 @@ def test_the_ratio_of_all_traffic_has_weights_in_it(stage, tmp_path):
 
 def largest(rank: int) -> list[float]:
     deepspeed.init_distributed("gloo", verbose=False)
-    return [largest_of_all(value if rank else 1.0, "cpu") for value in (math.inf, math.nan, 2.0, -math.inf)]
+    return largest_of_all([value if rank else 1.0 for value in (math.inf, math.nan, 2.0, -math.inf)], "cpu")
 
 
 def test_a_value_that_is_not_finite_on_one_rank_is_not_finite_on_all() -> None:

@@ -52,7 +52,11 @@ class _Alternating(AutoChoice):
     def alone(self) -> bool:
         return self._steps % 4 != 1
 
-    def see(self, step_ms: float | None) -> bool:
+    @property
+    def measures(self) -> bool:
+        return False
+
+    def see(self, step_ms: float, shapes: Any) -> bool:
         self._steps += 1
         return False
 
