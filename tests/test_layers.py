@@ -42,6 +42,7 @@ TABLE = {
     "errors": allow(),
     "diagnostics": allow(),
     "foreign_warnings": allow(),
+    "safe_files": allow(),
     "config": allow("diagnostics errors", "pydantic pydantic_core hjson", lazily="compression"),
     "config.names": allow(),
     "compression": allow(),
@@ -59,10 +60,10 @@ TABLE = {
         "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
     "compression.residual_stores": allow("compression.residuals", ""),
-    "compression.state_description": allow("errors compression.layouts compression.residuals", ""),
+    "compression.state_description": allow("errors safe_files compression.layouts compression.residuals", ""),
     "compression.state": allow(
-        "errors compression.layouts compression.residual_stores compression.residuals compression.state_description "
-        "compression.transforms",
+        "errors safe_files compression.layouts compression.residual_stores compression.residuals "
+        "compression.state_description compression.transforms",
         "torch safetensors",
     ),
     "collectives": allow(
@@ -79,6 +80,7 @@ TABLE = {
     "transport": allow("errors"),
     "launcher": allow(),
     "launcher.directory": allow(),
+    "launcher.failures": allow("launcher.placement safe_files"),
     "launcher.host": allow("launcher transport"),
     "launcher.host_resources": allow("launcher.heartbeat"),
     "launcher.messages": allow("transport.fields"),
@@ -87,12 +89,12 @@ TABLE = {
     "launcher.job_state": allow("launcher.failures launcher.placement"),
     "launcher.heartbeat": allow(),
     "launcher.sizes": allow("config"),
-    "checkpointing": allow("errors transport", "torch"),
-    "checkpointing.catalog": allow("checkpointing.completeness errors"),
-    "checkpointing.completeness": allow("errors"),
-    "checkpointing.directory_lock": allow(),
+    "checkpointing": allow("errors safe_files transport", "torch"),
+    "checkpointing.catalog": allow("checkpointing.completeness errors safe_files"),
+    "checkpointing.completeness": allow("errors safe_files"),
+    "checkpointing.directory_lock": allow("safe_files"),
     "checkpointing.claim": allow("errors"),
-    "checkpointing.loadable_sizes": allow(),
+    "checkpointing.loadable_sizes": allow("safe_files"),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
     "planner": allow("errors"),
@@ -118,18 +120,20 @@ TABLE = {
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
     "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
-        "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state "
+        "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state safe_files "
         "compression.state_description config errors session transport.client",
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.agreement": allow("", "torch"),
-    "checkpointing.deepspeed.exclusive": allow("checkpointing collectives.objects session.state_files errors", "torch"),
+    "checkpointing.deepspeed.exclusive": allow(
+        "checkpointing collectives.objects session.state_files errors safe_files", "torch"
+    ),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("transport", "torch"),
     "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd errors", "torch"),
-    "local_sgd.coordinator": allow("errors transport", "pydantic"),
+    "local_sgd.coordinator": allow("errors safe_files transport", "pydantic"),
     "local_sgd.parameter_server": allow(
         "local_sgd collectives compression config errors monitor transport", "pydantic torch safetensors"
     ),
@@ -148,7 +152,8 @@ TABLE = {
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
-        "collectives.buckets collectives.objects compression.compressors.base config.names errors", "pydantic torch"
+        "collectives.buckets collectives.objects compression.compressors.base config.names errors safe_files",
+        "pydantic torch",
     ),
     "rollout.signatures": allow(),
     "rollout.served_store": allow("rollout.signatures rollout.store errors transport", "httpx"),
@@ -158,7 +163,7 @@ TABLE = {
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
         "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "
-        "launcher.heartbeat tools.arguments tools.files tools.run_directory",
+        "launcher.heartbeat tools.arguments safe_files tools.run_directory",
         "torch deepspeed numpy rich tokenizers transformers",
         lazily="__init__",
     ),
@@ -202,8 +207,7 @@ TABLE = {
         "tools.outputs.printable tools.tables",
         lazily="rich tools.universal",
     ),
-    "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors", "deepspeed torch"),
-    "tools.files": allow(),
+    "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors safe_files", "deepspeed torch"),
     "tools.options": allow("tools.arguments tools.bench.options"),
     "tools.outputs": allow("diagnostics tools.rules"),
     "tools.plots": allow("errors", lazily="matplotlib"),
@@ -224,7 +228,7 @@ TABLE = {
     ),
     "tools.plan": allow("config errors policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(
-        "errors planner tools.files tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_measure tools.plots"
+        "errors planner safe_files tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_measure tools.plots"
     ),
     "tools.plan_cluster_tables": allow("config errors planner tools.tables"),
     "tools.plan_measure": allow(
@@ -239,7 +243,7 @@ TABLE = {
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
     ),
     "tools.bench": allow(
-        "__init__ collectives compression.kernels config errors models monitor policy tools.files tools.plots "
+        "__init__ collectives compression.kernels config errors models monitor policy safe_files tools.plots "
         "tools.tables training",
         "torch deepspeed rich",
         lazily="matplotlib",
@@ -257,14 +261,14 @@ TABLE = {
         lazily="matplotlib",
     ),
     "tools.tune": allow(
-        "checkpointing.directory_lock config backends.deepspeed.builds errors tools.bench.hosts tools.files "
+        "checkpointing.directory_lock config backends.deepspeed.builds errors tools.bench.hosts safe_files "
         "tools.line_files tools.plots tools.report.page tools.run_directory tools.tables",
         "rich",
         lazily="integrations matplotlib",
     ),
     "tools.tune.options": allow("tools.arguments tools.options"),
     "tools.tune.rank": allow("errors integrations", lazily="tools.tune.recorder"),
-    "tools.tune.recorder": allow("config errors integrations monitor tools.files tools.tune.trials", "torch deepspeed"),
+    "tools.tune.recorder": allow("config errors integrations monitor safe_files tools.tune.trials", "torch deepspeed"),
     "cli": allow("__init__ errors tools.arguments", lazily="tools.outputs"),
 }
 """Allowed imports by part. Rows of a room hold for its modules that have no row of their own."""

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_compress.checkpointing.completeness import STEM, Save, read_lists, replace_text
+from deepspeed_compress.checkpointing.completeness import STEM, Save, read_lists
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import read_text, write_text
 
 LATEST = "latest"
 
@@ -96,7 +97,8 @@ def _files(place: Path) -> Iterator[os.stat_result]:
     """Yield the status of all files below `place`, while other processes may write, rename and remove files there."""
     for top, _, names in os.walk(place):
         for name in names:
-            with suppress(FileNotFoundError):
+            # A file may have been removed meanwhile, or be a link to itself.
+            with suppress(OSError):
                 yield os.stat(os.path.join(top, name))
 
 
@@ -142,7 +144,7 @@ def tags_to_try(directory: Path) -> list[str]:
 def publish(save: Save) -> None:
     """Let `latest` name this save, unless `save.latest` is False."""
     if save.latest:
-        replace_text(save.directory / LATEST, save.tag)
+        write_text(save.directory / LATEST, save.tag)
 
 
 def latest_tag(directory: Path, name: str = LATEST) -> str | None:
@@ -155,8 +157,7 @@ def latest_tag(directory: Path, name: str = LATEST) -> str | None:
     if not latest.is_file():
         return None
     try:
-        with latest.open(encoding="utf-8") as stream:
-            tag = stream.read(_LONGEST_TAG + 1).strip()
+        tag = read_text(latest, 4 * _LONGEST_TAG).strip()
     except (OSError, ValueError) as error:
         raise StateError(f"{latest} is damaged ({error!r})") from error
     if not tag or len(tag.encode()) > _LONGEST_TAG or not tag.isprintable():

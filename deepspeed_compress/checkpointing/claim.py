@@ -56,7 +56,7 @@ class Claim:
             StateError: a later start has taken the directory.
         """
         try:
-            descriptor = os.open(self.place / _FILE, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.place / _FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             # The directory was removed meanwhile, or is a different one on this host.
             yield
@@ -64,7 +64,10 @@ class Claim:
         try:
             _lock(descriptor, fcntl.LOCK_SH)
             if not self._is_ours(descriptor):
-                raise StateError(f"{self.place}: a later start of the job saves there now")
+                raise StateError(
+                    f"{self.place}: another start of the job has claimed it: a later one, or an earlier one if this "
+                    "one could not write there"
+                )
             yield
         finally:
             os.close(descriptor)

@@ -7,14 +7,14 @@ missing files can be named.
 
 import hashlib
 import json
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import open_regular, read_text, write_text
 
 VERSION = 1
 STEM = "deepspeed_compress_files_rank_"
@@ -136,7 +136,7 @@ def unfinished(listed: FileList) -> FileList:
 
 def write_list(place: Path, listed: FileList) -> None:
     """Write the list of `listed.rank` into the tag directory `place`."""
-    replace_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
+    write_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
 
 
 def begin_list(save: Save, rank: int) -> None:
@@ -169,6 +169,28 @@ def remove_unlisted(save: Save) -> None:
             file.unlink(missing_ok=True)
 
 
+def remove_files(written: Iterable[Path]) -> None:
+    """Remove files of a save that has failed."""
+    for file in written:
+        with suppress(OSError):
+            file.unlink()
+
+
+def discard(save: Save) -> None:
+    """Remove what all ranks have written of a save that some of them have failed to write.
+
+    Nothing is removed if every rank that has listed its files has written them: the hosts may not share the directory.
+    If other files are in the tag directory, the lists stay, and say that the checkpoint is incomplete.
+    """
+    lists = [one for one in read_lists(save.place) if (one.run, one.number) == (save.run, save.number)]
+    if lists and not any(one.problem for one in lists):
+        return
+    remove_files(save.place / name for one in lists for name in one.files)
+    if set(save.place.iterdir()) <= set(list_paths(save.place)):
+        unlist_all(save.place)
+        save.place.rmdir()
+
+
 def check_place(save: Save) -> None:
     """Check that the tag directory exists. If it was removed, nothing may be written there.
 
@@ -181,23 +203,8 @@ def check_place(save: Save) -> None:
 
 def digest(file: Path) -> str:
     """Return the SHA-256 of `file`."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Replace the content of `file` by `text` atomically."""
-    written = temporary(file)
-    with written.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(written, file)
-
-
-def temporary(file: Path) -> Path:
-    """Return a name that is unique to this thread, since others, also of an earlier run, may still write the file."""
-    return file.with_name(f"{file.name}.{threading.get_native_id()}.tmp")
 
 
 def list_file(place: Path, rank: int) -> Path:
@@ -226,7 +233,7 @@ def read_list(file: Path) -> FileList:
         StateError: it cannot be read.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_text(file))
         if found.pop("sha256") != _sha256_of(found):
             raise StateError(f"{file} is damaged: its digest does not match")
         listed = FileList.of(found)

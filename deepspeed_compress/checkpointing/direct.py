@@ -92,11 +92,12 @@ class DirectFile(io.RawIOBase):
         return bool(fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def _opened(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+def _opened(path: Path, direct: int = os.O_DIRECT) -> int:
+    # A new file: a link of this name is not followed.
+    path.unlink(missing_ok=True)
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | direct, 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL or not direct:
             raise
-        return os.open(path, flags, 0o666)
+        return _opened(path, 0)

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from deepspeed_compress.safe_files import open_own
+
 LOCK = ".deepspeed_compress.lock"
 
 
@@ -18,7 +20,7 @@ def hold(directory: Path) -> TextIO | None:
     the files. On a file system without locks, no process is excluded.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    file = open(directory / LOCK, "w", opener=_private)  # noqa: SIM115  (held by who called)
+    file = open(directory / LOCK, "w", opener=open_own)  # noqa: SIM115  (held by who called)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -42,7 +44,3 @@ def in_turn(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from deepspeed_compress.safe_files import read_text
+
 
 def loads_on(place: Path) -> str:
     """Return a short text for the tag directory `place`. Replicas are the ranks of one data-parallel group."""
@@ -18,7 +20,7 @@ def loads_on(place: Path) -> str:
 def _by_node(place: Path) -> bool:
     """Return True if the residuals are those of a hierarchy."""
     try:
-        found = json.loads((place / "deepspeed_compress_rank_00000.json").read_text(encoding="utf-8"))
+        found = json.loads(read_text(place / "deepspeed_compress_rank_00000.json"))
         return bool(found["position"]["node_size"] > 1)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -8,7 +8,6 @@ When a rank ends, it waits for copies in progress as long as they advance, but n
 """
 
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +18,11 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.checkpointing.completeness import FileList, temporary, unfinished, write_list
+from deepspeed_compress.checkpointing.completeness import FileList, unfinished, write_list
 from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, Movement
 from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import open_regular, replacing, temporary
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -108,7 +108,7 @@ def _paced(place: Path, listed: FileList, rate: float | None, moves: Callable[[]
     """Yield the content of the files at `rate` bytes per second."""
     begun, sent, chunk = time.monotonic(), 0, _CHUNK if rate is None else max(1, min(_CHUNK, int(rate)))
     for name in sorted(listed.files):
-        with (place / name).open("rb") as stream:
+        with open_regular(place / name) as stream:
             while piece := stream.read(chunk):
                 yield piece
                 sent += len(piece)
@@ -234,16 +234,10 @@ def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str)
         StateError: `sha256` is not their digest. Nothing is left of them.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    written, digest = temporary(file), hashlib.sha256()
-    try:
-        with written.open("wb") as target:
-            os.fchmod(target.fileno(), 0o600)
-            for chunk in chunks:
-                digest.update(chunk)
-                target.write(chunk)
+    digest = hashlib.sha256()
+    with replacing(file, temporary(file), private=True) as target:
+        for chunk in chunks:
+            digest.update(chunk)
+            target.write(chunk)
         if digest.hexdigest() != sha256:
             raise StateError(f"{file.name} was damaged in transit")
-        os.replace(written, file)
-    except BaseException:
-        written.unlink(missing_ok=True)
-        raise

@@ -19,6 +19,7 @@ from pathlib import Path
 from deepspeed_compress.checkpointing import completeness
 from deepspeed_compress.checkpointing.catalog import subdirectories
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import read_text, write_text
 
 ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
 """Environment variable with the directory, for systems that create it and remove it at the end of the job."""
@@ -38,9 +39,9 @@ def job_name(directory: Path) -> str:
     try:
         if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            completeness.replace_text(file, uuid.uuid4().hex)
-        found = file.read_text(encoding="utf-8").strip()
-    except OSError as error:
+            write_text(file, uuid.uuid4().hex)
+        found = read_text(file).strip()
+    except (OSError, ValueError) as error:
         raise StateError(f"{file}, which names the job, can neither be read nor written: {error}") from error
     if re.fullmatch("[0-9a-f]{32}", found) is None:
         raise StateError(f"{file} is damaged: remove it to start checkpoints in memory afresh")

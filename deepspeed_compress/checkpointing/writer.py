@@ -32,6 +32,7 @@ from deepspeed_compress.checkpointing.movement import Movement
 from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.checkpointing.snapshot import Call, Kept, read_calls
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import temporary
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class Task:
         publishes: this rank lets `latest` name the checkpoint once all ranks have written theirs, and prunes old ones.
         patience: seconds to wait for all ranks.
         keep: number of automatic checkpoints to keep; None for all.
+        ended: number of the last save that all ranks have written or failed to write.
         problem: reason why it cannot be written, to be reported to the other ranks.
         only: for checkpoints in memory, the tags to keep, including this one. All others are removed before writing.
         copy: destination for a copy of the files.
@@ -63,6 +65,7 @@ class Task:
     publishes: bool
     patience: float
     keep: int | None = None
+    ended: int = 0
     problem: str = ""
     only: frozenset[str] | None = None
     copy: Destination | None = None
@@ -128,14 +131,21 @@ def _write_all(connection: Connection, private: bool) -> None:
         # Every file has a digest, and only torch.load reads it.
         torch.serialization.set_crc32_options(False)
     sending, movement = Lock(), Movement()
+    failed: list[Task] = []
     while True:
         try:
             task: Task = connection.recv()
             descriptor = recv_handle(connection)
         except (EOFError, OSError):
             break
+        for one in failed:
+            if one.save.number <= task.ended:
+                tried(partial(_discard, one))
+        failed = [one for one in failed if one.save.number > task.ended]
         listed, problem = tried(partial(_write, task, descriptor))
         os.close(descriptor)
+        if problem and task.publishes:
+            failed.append(task)
         _, notice = tried(partial(_prune, task)) if not problem else (None, "")
         _report(connection, sending, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
@@ -174,22 +184,26 @@ def _told(error: Exception) -> str:
 
 
 def _write(task: Task, descriptor: int) -> FileList:
+    written: list[Path] = []
+    digests: dict[Path, str] = {}
     try:
+        if task.problem:
+            raise StateError(task.problem)
         with task.claim.held():
             if task.only is not None:
                 keep_only(task.save, task.only)
             files.begin_list(task.save, task.rank)
-        if task.problem:
-            raise StateError(task.problem)
-        digests: dict[Path, str] = {}
         for call in read_calls(task.kept, descriptor):
+            written += call.files
             digests |= _carry_out(call, task)
         listed = files.listed(task.save, task.rank, digests)
         with task.claim.held():
             files.write_list(task.save.place, listed)
     except Exception as error:
-        # Spare the rank that waits for all lists from waiting for this one.
         with suppress(OSError, StateError), task.claim.held():
+            # The list needs room on a full disk, and so do later saves.
+            files.remove_files(written)
+            # Spare the rank that waits for all lists from waiting for this one.
             files.write_list(task.save.place, files.listed(task.save, task.rank, {}, _told(error)))
         raise
     if task.publishes:
@@ -197,6 +211,11 @@ def _write(task: Task, descriptor: int) -> FileList:
         with task.claim.held():
             catalog.publish(task.save)
     return listed
+
+
+def _discard(task: Task) -> None:
+    with task.claim.held():
+        files.discard(task.save)
 
 
 def _prune(task: Task) -> None:
@@ -244,13 +263,13 @@ def write_torch(
     """
     for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
         left.unlink(missing_ok=True)
-    temporary = files.temporary(path)
+    scratch = temporary(path)
     try:
-        with DirectFile(temporary, max_rate) as stream:
+        with DirectFile(scratch, max_rate) as stream:
             torch.save(state, cast(IO[bytes], stream))
             digest = stream.finish()
         with held():
-            os.replace(temporary, path)
+            os.replace(scratch, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
     return {path: digest}

@@ -24,6 +24,7 @@ from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.state_description import VERSION, Description, Moment, Position, read_description
 from deepspeed_compress.compression.transforms import Transform, described, transform_of
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import open_regular
 
 STEM = "deepspeed_compress"
 """Prefix of the file names."""
@@ -99,7 +100,7 @@ def write(contents: Contents, file: Path, held: Callable[[], AbstractContextMana
 
 def _digest(file: Path, description: Description) -> str:
     fields = json.dumps(replace(description, sha256="").fields, sort_keys=True)
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         tensors = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashlib.sha256(f"{tensors}{fields}".encode()).hexdigest()
 

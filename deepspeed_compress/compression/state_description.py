@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed_compress.compression.layouts import Layout
 from deepspeed_compress.compression.residuals import STORAGE
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import read_text
 
 VERSION = 3
 _MAX_RANKS = 1 << 20
@@ -99,7 +100,7 @@ def read_description(file: Path) -> Description:
     """
     path = file.with_suffix(".json")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
         if found["version"] != VERSION:
             raise StateError(f"{path} has version {found['version']}; this package reads {VERSION}")
         layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}

@@ -45,8 +45,14 @@ class HeartbeatWriter:
     def __init__(self, directory: Path, rank: int) -> None:
         self._steps, self._saves = 0, False
         self._descriptor: int | None = None
-        with contextlib.suppress(OSError):
+        self.problem = ""
+        """Why heartbeats cannot be written; empty if they can."""
+        try:
             self._descriptor, _ = tempfile.mkstemp(prefix=_prefix(rank), dir=directory)
+            # From now on, the file needs no more room.
+            os.pwrite(self._descriptor, _FORMAT.pack(0.0, 0, False), 0)
+        except OSError as error:
+            self.problem = f"{directory}: {error.strerror}"
 
     def stepped(self, steps: int) -> None:
         """Record that `steps` optimizer steps have been made."""

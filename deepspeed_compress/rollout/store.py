@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.safe_files import replacing
 
 LARGEST = 1 << 28
 """Bytes of the largest blob: a part with the largest slice, and more than half a million names."""
@@ -50,12 +51,9 @@ class DirectoryStore:
     def put(self, name: str, data: bytes) -> None:
         file = self._file(name)
         temporary = file.with_name(f"{name}.{secrets.token_hex(4)}.unfinished")
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
         try:
-            temporary.replace(file)
+            with replacing(file, temporary) as stream:
+                stream.write(data)
         except FileNotFoundError:
             raise OSError(f"{name} was deleted while it was written; has another publisher started?") from None
 

@@ -16,7 +16,7 @@ from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.placement import Node, hostfile, read_nodes
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.plan_cluster_plots import draw_all
 from deepspeed_compress.tools.plan_cluster_tables import explain, print_plan, print_refused, sequences
 from deepspeed_compress.tools.plan_measure import find_measuring_ranks, measure, print_measured

@@ -19,8 +19,9 @@ from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.checkpointing.catalog import latest_tag
-from deepspeed_compress.checkpointing.completeness import find_problems, replace_text
+from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.errors import DataError, StateError
+from deepspeed_compress.safe_files import write_text
 
 LATEST_UNIVERSAL = "latest_universal"
 """File that names the universal checkpoint of a directory, for DeepSpeed."""
@@ -62,7 +63,7 @@ def convert(directory: Path, tag: str | None, output: str | None, tensor: int | 
         if place.parent != directory:
             # If the tag has several parts, DeepSpeed writes this file where no run looks for it.
             (place.parent / LATEST_UNIVERSAL).unlink()
-            replace_text(directory / LATEST_UNIVERSAL, place.relative_to(directory).as_posix())
+            write_text(directory / LATEST_UNIVERSAL, place.relative_to(directory).as_posix())
         if tensor is not None:
             transpose_gpt2(place, linear=tensor > 1)
     except BaseException:

@@ -13,7 +13,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.launcher.heartbeat import RESUME
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
 from deepspeed_compress.training.data.tokenizer import load_tokenizer
 from deepspeed_compress.training.export import check_export, export_model, sample_text

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.monitor import KINDS
-from deepspeed_compress.tools.files import write_text
+from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.run_directory import METRICS, Line, read_metrics, read_statistics
 
 

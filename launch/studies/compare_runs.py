@@ -34,8 +34,8 @@ from rich.table import Table
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.numbers import change, shown
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
-from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import METRICS, SUMMARY, read_statistics, read_summary
 from deepspeed_compress.tools.time_to_loss import TimedRun, read_run, time_to
 

@@ -32,9 +32,9 @@ from rich.progress import track
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import change, shown
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Workload, group_contenders
-from deepspeed_compress.tools.files import write_json
 from launch.studies.loss_curve import Curve, Job, finished, run_job
 from launch.studies.text import cache_dir, prepare_data
 from launch.studies.time_to_loss import CPU, EVAL_TOKENS, WINDOW, trained_as

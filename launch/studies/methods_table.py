@@ -29,7 +29,7 @@ from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import CompressError, DataError
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.safe_files import write_json
 from launch.studies.methods_lab import Spec, digest, run
 from launch.studies.methods_plot import Point, draw
 from launch.studies.methods_settings import ADAM, BASELINE, SETTINGS

@@ -31,10 +31,10 @@ from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.probes import Probe
 from deepspeed_compress.planner.search import Candidate, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.plan_measure import measure, measure_step
 
 MACHINES = ((2, 1), (2, 2), (4, 2))

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.time_to_loss import TimedRun, read_run, time_to
 from launch.studies.compare_runs import ADAPTIVE, missing, print_times, train_on_hosts
 

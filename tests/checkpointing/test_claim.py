@@ -23,7 +23,7 @@ from deepspeed_compress.errors import StateError
 from tests.support.forks import run_forks
 
 OLD, NEW = "0" * 32, "1" * 32
-LATE = "a later start of the job saves there now"
+LATE = "another start of the job has claimed it"
 
 
 def test_the_newest_start_has_the_directory(tmp_path):

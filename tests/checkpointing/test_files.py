@@ -16,6 +16,7 @@ from deepspeed_compress.checkpointing.completeness import Save, find_missing, fi
 from deepspeed_compress.checkpointing.snapshot import NOTHING
 from deepspeed_compress.checkpointing.writer import Task
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import temporary
 from tests.support.checkpoints import WORLD, save, write
 
 
@@ -196,9 +197,9 @@ def test_files_that_others_write_meanwhile_are_no_problem(tmp_path):
     def write_on():
         file = one.place / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
         while not over.is_set():
-            temporary = files.temporary(file)
-            temporary.write_bytes(b"x" * 100_000)
-            temporary.replace(file)
+            scratch = temporary(file)
+            scratch.write_bytes(b"x" * 100_000)
+            scratch.replace(file)
 
     writer = threading.Thread(target=write_on)
     writer.start()

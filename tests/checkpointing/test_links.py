@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,15 @@ from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag, prune, tags_to_try
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
+from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves, keep_only
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
+from deepspeed_compress.compression.state_description import read_description
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.local_sgd.coordinator.server import lock_file
+from deepspeed_compress.safe_files import temporary, write_text
 from tests.support.checkpoints import save, write
 
 
@@ -100,7 +105,7 @@ def test_all_others_are_removed_where_one_cannot_be(tmp_path: Path, monkeypatch:
             raise PermissionError("busy")
         rename(source, target)
 
-    monkeypatch.setattr(files.os, "rename", refusing)
+    monkeypatch.setattr(os, "rename", refusing)
     with pytest.raises(StateError, match="global_step1 cannot be removed: busy"):
         prune(tmp_path, 1)
     assert [found.tag for found in checkpoints(tmp_path)] == ["global_step1", "global_step3"]
@@ -146,6 +151,47 @@ def test_a_damaged_list_is_one_plain_line(text: str, tmp_path: Path, capsys: pyt
     assert str(file) in errors[0]
     assert "\x1b" not in shown.out + shown.err
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+
+
+ENDLESS = {
+    "a device": lambda file: file.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "itself": lambda file: file.symlink_to(file.name),
+}
+
+
+@pytest.mark.parametrize("name", [f"{files.STEM}00001.json", "deepspeed_compress_rank_00000.json", "x_states.pt"])
+@pytest.mark.parametrize("what", ENDLESS)
+def test_nothing_is_read_without_end(what: str, name: str, tmp_path: Path) -> None:
+    written(tmp_path, 1, 2)
+    file = tmp_path / "global_step1" / name
+    file.unlink(missing_ok=True)
+    ENDLESS[what](file)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it reads without end"))
+    signal.alarm(20)
+    try:
+        assert main(["checkpoint", "list", str(tmp_path)]) == 0
+        assert main(["checkpoint", "verify", str(tmp_path)]) == int(name.startswith(files.STEM))
+        assert tags_to_try(tmp_path)[0] == "global_step2"
+        assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
+        if name.startswith("deepspeed_compress_rank"):
+            with pytest.raises(StateError):
+                read_description(file)
+    finally:
+        signal.alarm(0)
+
+
+def test_temporary_names_that_are_links_overwrite_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("contents")
+    for file in (tmp_path / "text", tmp_path / "states"):
+        temporary(file).symlink_to(tmp_path / "precious")
+    write_text(tmp_path / "text", "new")
+    with DirectFile(temporary(tmp_path / "states")) as stream:
+        stream.finish()
+    (tmp_path / "state.json.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock_file(tmp_path / "state.json")
+    assert (tmp_path / "precious").read_text() == "contents"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"a\x1b[2J", b"", b"x" * 100_000, b"a\x00b"])

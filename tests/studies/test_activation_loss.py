@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.training.output import Silent
 from launch.studies import activation_loss
 from launch.studies.activation_loss import LAYOUTS, Run, find_runs

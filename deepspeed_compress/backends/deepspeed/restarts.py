@@ -30,6 +30,12 @@ def attach_heartbeat(engine: Any, session: Session) -> None:
         session.saving.listen(_tell_nobody if heartbeat is None else heartbeat.saves)
     if heartbeat is None:
         return
+    if heartbeat.problem:
+        text = (
+            f"the agent receives no heartbeat of rank {engine.global_rank}, so it notices no hang, and a restart "
+            f"begins at step 0: {heartbeat.problem}; free the memory of {directory}"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=3)
     session.patches.on_undo(heartbeat.close)
     session.patches.wrap(engine, "_take_model_step", partial(_step, engine, heartbeat))
     handle = engine.module.register_forward_pre_hook(lambda module, inputs: heartbeat.beat())

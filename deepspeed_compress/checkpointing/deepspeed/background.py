@@ -22,7 +22,7 @@ from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
 from deepspeed_compress.checkpointing.deepspeed.engine_files import EngineFiles, OpenCheckpoint
-from deepspeed_compress.checkpointing.deepspeed.exclusive import alone_in, check_only_engine, start_of_all
+from deepspeed_compress.checkpointing.deepspeed.exclusive import ExclusiveDirectory, start_of_all
 from deepspeed_compress.checkpointing.deepspeed.limits import check_saving
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
@@ -79,7 +79,7 @@ class BackgroundSaving(Participant):
         self._run, self._count, self._start = new_run(), 0, start_of_all()
         self._directory = None if settings.directory is None else Path(settings.directory).absolute()
         """Absolute directory of automatic checkpoints, so that it does not depend on the working directory."""
-        self._alone = alone_in(settings.directory, self._start)
+        self._exclusive = ExclusiveDirectory(self._directory, self._start, self._run)
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
         self._queues = [WriterQueue(Interval(settings.every), rate)]
@@ -91,7 +91,7 @@ class BackgroundSaving(Participant):
             raise
         self._copies = copies_for_device()
         self._copying: Thread | None = None
-        self._automatic = self._has_saved = False
+        self._automatic = False
         self._saved = -1
         """Step of the last automatic checkpoint on disk."""
         self._sigterm = SigtermHandler() if saves_on_sigterm(settings) else None
@@ -116,8 +116,7 @@ class BackgroundSaving(Participant):
         """End the writer processes, and release the directories and the group."""
         for queue in self._queues:
             queue.close()
-        if self._alone is not None:
-            self._alone.close()
+        self._exclusive.close()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -161,6 +160,7 @@ class BackgroundSaving(Participant):
             yield replace(request, directory=str(directory), in_memory=in_memory)
             # A failure, such as a lack of memory, is a problem of one checkpoint only.
             _, problem = tried(snapshot.copy)
+            problem = problem or (self._exclusive.problem if save.directory == self._directory else "")
             self._send(queue, self._task(save, claim, host), snapshot, memory, problem)
         except BaseException:
             queue.give_back(memory)
@@ -266,6 +266,7 @@ class BackgroundSaving(Participant):
         claim. A collective follows before any rank's files are sent.
         """
         if in_memory or save.directory == self._directory:
+            self._exclusive.take_again()
             return Claim(save.directory, self._start)
         claim = Claim(save.place, self._start)
         if not self._rank:
@@ -291,8 +292,8 @@ class BackgroundSaving(Participant):
 
     def _save_automatically(self, queue: WriterQueue) -> None:
         queue.interval.begin()
-        check_only_engine(Path(str(self._directory)), self._run, self._has_saved)
-        self._automatic = self._has_saved = True
+        self._exclusive.check_only_engine()
+        self._automatic = True
         try:
             if queue is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)
@@ -313,7 +314,7 @@ class BackgroundSaving(Participant):
         if host is not None:
             # No directory has the files of all ranks, so no writer waits for those of the others.
             return host.task(Task(save, self._rank, claim, NOTHING, False, patience))
-        return Task(save, self._rank, claim, NOTHING, self._rank == 0, patience, keep)
+        return Task(save, self._rank, claim, NOTHING, self._rank == 0, patience, keep, ended=self._disk.agreed)
 
 
 def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:

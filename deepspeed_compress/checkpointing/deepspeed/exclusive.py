@@ -4,7 +4,7 @@ See `directory_lock` for the lock and `claim` for the start of a job.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,10 +12,10 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from deepspeed_compress.checkpointing.claim import Claim, this_start
-from deepspeed_compress.checkpointing.completeness import replace_text
 from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import ConfigError, StateError
+from deepspeed_compress.safe_files import open_regular, read_text, write_text
 from deepspeed_compress.session.state_files import result_on_all
 
 _ISLAND = "deepspeed_compress_island.json"
@@ -24,54 +24,88 @@ _ENGINE = ".deepspeed_compress_engine"
 """File in a checkpoint directory that names the engine that has last begun to save there automatically."""
 
 
-def alone_in(directory: str | None, start: str) -> TextIO | None:
-    """Lock the directory of automatic checkpoints on the first rank, and claim it for `start`. Collective.
+class ExclusiveDirectory:
+    """Exclusive use of the directory of automatic checkpoints by one job, one start of it, and one engine.
 
-    Returns:
-        The lock, on the first rank; None on other ranks, without a directory, or if nothing can be written there.
+    The first rank holds it. If nothing can be written there, as on a full disk, each save tries again.
+
+    Args:
+        directory: the directory; None without automatic checkpoints.
+        start: name of this start of the job.
+        engine: unique name of the engine.
 
     Raises:
         ConfigError: another job saves there. Raised on all ranks.
     """
-    if directory is None:
-        return None
+
+    def __init__(self, directory: Path | None, start: str, engine: str) -> None:
+        self._claim = None if directory is None or dist.get_rank() else Claim(directory, start)
+        self._engine = engine.encode()
+        self._lock: TextIO | None = None
+        self._is_claimed = self._is_named = False
+        self.problem = ""
+        """Why the first rank cannot hold the directory now; each checkpoint reports it."""
+        if directory is not None:
+            _on_all(self._take)
+
+    def take_again(self) -> None:
+        """Take what could not be taken before. If another job has taken it since, its claim makes our saves fail."""
+        with suppress(StateError):
+            self._take()
+
+    def check_only_engine(self) -> None:
+        """Check that no other engine has saved there automatically since this one has. Collective.
+
+        The first save of an engine takes the directory over, since an earlier engine of the program may be out of use.
+
+        Raises:
+            ConfigError: another engine has saved there since. Raised on all ranks.
+        """
+        _on_all(self._check_only_engine)
+
+    def close(self) -> None:
+        """Release the directory for other jobs."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take(self) -> None:
+        if self._claim is None:
+            return
+        try:
+            self._lock = self._lock or _locked(self._claim.place)
+            if not self._is_claimed:
+                self._claim.take()
+                self._is_claimed = True
+            self.problem = ""
+        except OSError as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _check_only_engine(self) -> None:
+        if self._claim is None:
+            return
+        file = self._claim.place / _ENGINE
+        with suppress(OSError):
+            if not self._is_named:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, self._engine.decode())
+                self._is_named = True
+                return
+            with open_regular(file) as stream:
+                named = stream.read(len(self._engine) + 1)
+            if named != self._engine:
+                raise StateError(
+                    f"/deepspeed_compress/checkpointing/directory: {file.parent}: another engine of this program saves "
+                    "its checkpoints there, too, and they overwrite each other's (allowed: one directory per engine); "
+                    "write another directory into the configuration of one of them"
+                )
+
+
+def _on_all(work: Callable[[], None]) -> None:
     try:
-        return result_on_all(lambda: None if dist.get_rank() else _lock(directory, start))
+        result_on_all(work)
     except StateError as error:
         raise ConfigError(str(error)) from None
-
-
-def check_only_engine(directory: Path, engine: str, has_saved: bool) -> None:
-    """Check that only `engine` saves automatically in `directory`. Collective.
-
-    The first save of an engine takes the directory over, since an earlier engine of the program may be out of use.
-
-    Args:
-        directory: the directory of automatic checkpoints.
-        engine: unique name of the engine.
-        has_saved: True if the engine has saved there automatically.
-
-    Raises:
-        ConfigError: another engine has saved there since. Raised on all ranks.
-    """
-    try:
-        result_on_all(lambda: None if dist.get_rank() else _check_only_engine(directory / _ENGINE, engine, has_saved))
-    except StateError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _check_only_engine(file: Path, engine: str, has_saved: bool) -> None:
-    # If the directory was removed, or nothing can be written there, the checkpoint itself reports it.
-    with suppress(OSError):
-        if not has_saved:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, engine)
-        elif file.read_bytes() != engine.encode():
-            raise StateError(
-                f"/deepspeed_compress/checkpointing/directory: {file.parent}: another engine of this program saves its "
-                "checkpoints there, too, and they overwrite each other's (allowed: one directory per engine); write "
-                "another directory into the configuration of one of them"
-            )
 
 
 def start_of_all() -> str:
@@ -79,26 +113,20 @@ def start_of_all() -> str:
     return gather_objects(this_start())[0]
 
 
-def _lock(directory: str, start: str) -> TextIO | None:
-    """Lock `directory` and claim it for `start`.
-
-    Returns None if nothing can be written there; each checkpoint reports that itself.
+def _locked(directory: Path) -> TextIO:
+    """Return the lock of `directory`.
 
     Raises:
+        OSError: nothing can be written there.
         StateError: another job holds the lock.
     """
-    try:
-        held = hold(Path(directory))
-    except OSError:
-        return None
-    if held is None:
+    lock = hold(directory)
+    if lock is None:
         raise StateError(
             f"/deepspeed_compress/checkpointing/directory: {directory}: another running job saves its "
             "checkpoints there (allowed: one job at a time); write another directory"
         )
-    with suppress(OSError):
-        Claim(Path(directory), start).take()
-    return held
+    return lock
 
 
 def take_for_island(directory: Path, run: str | None, number: int, others: Collection[int]) -> None:
@@ -122,7 +150,7 @@ def take_for_island(directory: Path, run: str | None, number: int, others: Colle
                 "directory per island); give save_checkpoint, or Trainer's output_dir, a different directory on every "
                 "island"
             )
-        replace_text(directory / _ISLAND, json.dumps({"run": run, "number": number}))
+        write_text(directory / _ISLAND, json.dumps({"run": run, "number": number}))
 
 
 def _island_of(file: Path) -> Mapping[str, Any]:
@@ -131,7 +159,7 @@ def _island_of(file: Path) -> Mapping[str, Any]:
     Empty if the file is missing or unreadable; it is then rewritten.
     """
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(read_text(file))
         return {"run": found["run"], "number": int(found["number"])}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}

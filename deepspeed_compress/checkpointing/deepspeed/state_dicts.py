@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import open_regular
 
 
 def read_states(file: Path) -> dict[str, Any]:
@@ -19,7 +20,9 @@ def read_states(file: Path) -> dict[str, Any]:
         StateError: the file is missing or damaged.
     """
     try:
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
+        with open_regular(file) as stream:
+            can_map = zipfile.is_zipfile(stream)
+        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=can_map)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise StateError(f"{file} is missing or damaged ({error})") from error
     return found

@@ -17,6 +17,7 @@ from deepspeed_compress.local_sgd.coordinator.membership_log import MembershipLo
 from deepspeed_compress.local_sgd.coordinator.records import Saved
 from deepspeed_compress.local_sgd.coordinator.requests import check_request
 from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, Message
+from deepspeed_compress.safe_files import open_own
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ProtocolError
@@ -43,7 +44,7 @@ def lock_file(path: Path) -> TextIO:
         ConfigError: if another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(path.suffix + ".lock").open("w")
+    lock = open(path.with_suffix(path.suffix + ".lock"), "w", opener=open_own)  # noqa: SIM115  (held by the caller)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -95,7 +96,8 @@ class StateFile:
     def write(self, text: str) -> None:
         """Write `text`. It is on disk when this returns, as a whole or not at all."""
         temporary = self._path.with_suffix(self._path.suffix + ".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

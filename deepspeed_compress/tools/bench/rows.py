@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_compress import __version__
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.safe_files import write_json
 
 Row = dict[str, Any]
 

@@ -16,8 +16,8 @@ from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
 from deepspeed_compress.config.native import value_at
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.tables import new_console
 from deepspeed_compress.tools.tune.halving import make_rungs

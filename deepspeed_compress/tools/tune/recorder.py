@@ -19,7 +19,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.importing import Undo
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
-from deepspeed_compress.tools.files import write_text
+from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.tune.trials import TRIAL, Task
 
 

@@ -32,6 +32,7 @@ from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.tools.universal import convert
 from tests.support.forks import RankError, run_forks
+from tests.support.full_disk import full_disk
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
 from tests.support.messages import caught_warnings, refusal
@@ -167,6 +168,48 @@ def test_a_guard_rolls_back_to_the_checkpoint_before_one_that_could_not_be_writt
     for step, warned in run_forks(2, roll_back_after_a_failed_write, str(tmp_path)):
         assert step == 2
         assert any("training rolls back to the checkpoint before" in text for text in warned)
+
+
+def train_on_a_full_disk(rank: int, directory: str, steps: int) -> tuple[list[str], list[tuple]]:
+    """Save in each of `steps` steps on a disk that may be full, and then in two more while it is not.
+
+    Returns:
+        The warnings, and the steps of the checkpoints at the end, with True for complete ones.
+    """
+    flag = Path(directory).with_name("full")
+    one = job(1, every=1, directory=directory)
+    with full_disk(flag), caught_warnings() as texts:
+        engine, batches = start(one), cycle(data(rank, one))
+        for _ in range(steps):
+            run(engine, [next(batches)])
+            engine.compression.saving.wait()
+        dist.barrier()
+        flag.unlink(missing_ok=True)
+        dist.barrier()
+        for _ in range(2):
+            run(engine, [next(batches)])
+            engine.compression.saving.wait()
+    engine.destroy()
+    return texts, [(found.step, found.complete) for found in checkpoints(Path(directory))]
+
+
+def test_a_full_disk_costs_checkpoints_of_a_later_start_but_not_the_run(tmp_path):
+    directory = str(tmp_path / "checkpoints")
+    run_forks(2, train_on_a_full_disk, directory, 0)
+    shutil.rmtree(tmp_path / "checkpoints" / "global_step2")
+    (tmp_path / "full").write_text("checkpoints/")
+    (first, found), (second, _) = run_forks(2, train_on_a_full_disk, directory, 3)
+    assert first == second
+    assert sum("is not saved: rank 0: OSError: [Errno 28]" in text for text in first) == 3
+    assert found[-2:] == [(4, True), (5, True)]
+
+
+def test_nothing_is_left_of_a_checkpoint_that_a_rank_could_not_write(tmp_path):
+    (tmp_path / "full").write_text("zero_pp_rank_1.*tmp")
+    (texts, found), _ = run_forks(2, train_on_a_full_disk, str(tmp_path / "checkpoints"), 2)
+    assert sum("is not saved: rank 1: OSError: [Errno 28]" in text for text in texts) == 2
+    assert found == [(3, True), (4, True)]
+    assert not (tmp_path / "checkpoints" / "global_step1").exists()
 
 
 def lose_the_writer(rank: int, directory: str) -> tuple:

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.tune import trials
 from deepspeed_compress.tools.tune.halving import Result
 from deepspeed_compress.tools.tune.space import SPACE, Candidate, find_candidates

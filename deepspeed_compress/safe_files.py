@@ -1,0 +1,90 @@
+"""Atomic writing of files, and reading of files that others may have replaced by a pipe, a device or an endless link.
+
+Files are written under a temporary name and renamed, so they are either complete or absent, also if the disk is full.
+"""
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+LARGEST_TEXT = 1 << 28
+"""Largest size in bytes of a text file that is read as a whole."""
+
+
+def write_json(file: Path, value: object, private: bool = False) -> None:
+    """Write `value` as indented JSON. If `private`, only the user can read the file, which may contain passwords."""
+    write_text(file, json.dumps(value, indent=2) + "\n", private)
+
+
+def write_text(file: Path, text: str, private: bool = False) -> None:
+    """Replace the content of `file` by `text` atomically. If `private`, only the user can read the file."""
+    # File names need not be UTF-8. Python's escapes for invalid bytes are written back as the original bytes.
+    content = text.encode("utf-8", "surrogateescape")
+    with replacing(file, temporary(file), private) as stream:
+        stream.write(content)
+
+
+@contextmanager
+def replacing(file: Path, scratch: Path, private: bool = False) -> Iterator[BinaryIO]:
+    """Yield the new file `scratch`, which is on disk and takes the name of `file` at the end.
+
+    After an error, such as that of a full disk, `file` is as it was, and nothing is left of the new file.
+    """
+    scratch.unlink(missing_ok=True)
+    try:
+        # A new file: a link of this name is not followed. Nobody else can ever read the file if it is private.
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(descriptor)
+        os.replace(scratch, file)
+    except BaseException as error:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def temporary(file: Path) -> Path:
+    """Return a name that is unique to this thread, since others, also of an earlier run, may still write the file."""
+    return file.with_name(f"{file.name}.{threading.get_native_id()}.tmp")
+
+
+def open_own(path: str, flags: int) -> int:
+    """Open `path` as an `opener` for `open`: never a link, and a new file is private to its user."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a file for reading. Links to files are followed.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe, a device, or a directory.
+    """
+    # Opening a pipe would wait for its writer.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{file} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(file: Path, limit: int = LARGEST_TEXT) -> str:
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: see `open_regular`.
+        ValueError: the file is larger than `limit` bytes, or not UTF-8.
+    """
+    with open_regular(file) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{file} has more than {limit} bytes")
+    return content.decode("utf-8")
