@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from deepspeed_compress.launcher.directory import JobDirectory
-from deepspeed_compress.launcher.failures import EXIT_PERMANENT
+from deepspeed_compress.launcher.failures import EXIT_PERMANENT, first_error
 from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
 from deepspeed_compress.launcher.host_resources import HostStart, ReservedPort, Slots, remove_shared_memory
 from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR, Message
@@ -204,8 +204,8 @@ class Agent:
             self._report_ended(start, bad)
 
     def _report_failed(self, start: HostStart, bad: Sequence[Ended]) -> None:
-        ended = bad[0]
         # If one rank was killed, the others may have failed only because of that.
+        ended = min(bad, key=lambda one: one.status > 0)
         code = ended.status if all(one.status > 0 for one in bad) else None
         code = EXIT_PERMANENT if any(one.status == EXIT_PERMANENT for one in bad) else code
         self._send(
@@ -229,7 +229,9 @@ class Agent:
             start.reported = True
             remove_shared_memory(self._rendezvous)
             self._rendezvous.clear()
-            self._send("stopped", start, steps=start.steps, port=self._port.reserve())
+            error = first_error(start.heartbeats)
+            fields = {} if error is None else {"error": error.describe(), "error_time": error.time}
+            self._send("stopped", start, steps=start.steps, port=self._port.reserve(), **fields)
 
     def _request_end(self) -> None:
         number, self._signal = self._signal, 0

@@ -31,7 +31,13 @@ FROM_AGENTS: Table = {
     "beat": {"start": _START, "silent": optional(a_number(0.0)), "steps": _STEPS},
     "failed": {"start": _START, "rank": _RANK, "slot": _SLOT, "how": _TEXT, "code": optional(_STATUS), "steps": _STEPS},
     "done": {"start": _START},
-    "stopped": {"start": _START, "steps": _STEPS, "port": _PORT},
+    "stopped": {
+        "start": _START,
+        "steps": _STEPS,
+        "port": _PORT,
+        "error": optional(_TEXT),
+        "error_time": optional(a_number(0.0)),
+    },
     "end": {"number": _ending},
 }
 """Messages of agents, by kind."""

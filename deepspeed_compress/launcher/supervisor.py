@@ -143,6 +143,10 @@ class Supervisor:
         if message["start"] == self._state.start:
             self._count(message["steps"])
             self._agents[name].stopped, self._agents[name].port = True, message["port"]
+            if message.get("error") and self._state.phase == "stopping":
+                failure = self._state.failures[-1]
+                error = message.get("error_time") or 0.0, f"on {self._agents[name].address}, {message['error']}"
+                failure.first_error = min(error, failure.first_error or error)
 
     def _end(self, name: str, message: Message, now: float) -> None:
         if not self._state.signal:
@@ -160,6 +164,8 @@ class Supervisor:
         if state.phase == "stopping" and all(one.stopped for one in placed.values()):
             failure = state.failures[-1]
             failure.early, failure.steps, failure.hosts = not state.step_seen, state.steps, tuple(self._hosts())
+            if failure.first_error is not None:
+                self._log(f"the first error: {failure.first_error[1]}")
             self._restart(now)
         if state.phase == "waiting":
             self._start_if_possible(now)

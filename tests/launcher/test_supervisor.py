@@ -47,10 +47,10 @@ class Job:
         self.fail("1", slot, steps, code)
         self.stopped("1", steps=steps)
 
-    def stopped(self, *names: str, steps: int = 0) -> None:
+    def stopped(self, *names: str, steps: int = 0, **error: object) -> None:
         for name in names:
             assert self.last(name)["kind"] == "stop"
-            self.say(name, "stopped", start=self.last(name)["start"], steps=steps, port=2000 + int(name))
+            self.say(name, "stopped", start=self.last(name)["start"], steps=steps, port=2000 + int(name), **error)
 
     def pass_time(self, seconds: float, *alive: str, silent: float | None = None) -> None:
         """Advance the time second by second; the agents in `alive` send beats."""
@@ -85,6 +85,18 @@ def test_a_job_ends_when_all_ranks_are_done():
     assert job.last("1")["kind"] == "start"
     job.say("2", "done", start=1)
     assert job.last("1") == job.last("2") == {"kind": "over", "code": 0, "why": ""}
+
+
+def test_the_first_error_of_all_hosts_is_shown():
+    job = Job(hosts=2)
+    job.join("1")
+    job.join("2")
+    job.fail("2", code=1)
+    job.stopped("2", error="rank 3 failed: gloo timed out", error_time=9.0)
+    job.stopped("1", error="rank 0 failed:\nURLError", error_time=7.0)
+    assert [line for line in job.log if "first error" in line] == [
+        "the first error: on 10.0.0.1, rank 0 failed:\nURLError"
+    ]
 
 
 def test_all_ranks_restart_after_all_have_stopped():
