@@ -9,6 +9,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,7 +63,7 @@ def open_own(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path) -> BufferedReader:
     """Open a file for reading. Links to files are followed.
 
     Raises:
