@@ -129,7 +129,7 @@ def function_of(item: pytest.Item) -> str:
 
 
 def estimated_seconds(item: pytest.Item) -> int:
-    """Return the estimated seconds of a core for a test of which no default run has a case: a timeout tells of minutes."""
+    """Return the estimated seconds of a core of a test that no default run has. A test of minutes has a timeout."""
     timeout = item.get_closest_marker("timeout")
     return int(timeout.args[0]) // 10 if timeout else SLOW_SECONDS
 
