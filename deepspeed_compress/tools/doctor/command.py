@@ -11,7 +11,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose, patched
 from deepspeed_compress.tools.doctor.outputs import as_json, print_text
-from deepspeed_compress.tools.doctor.run import read_run
+from deepspeed_compress.tools.doctor.run import read_baseline, read_run
 
 HEALTHY, FOUND = 0, 1
 
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     """Diagnose a run and return the exit code: 0 if it is healthy, 1 with findings."""
     if options.apply is not None and options.apply.exists():
         raise ConfigError(f"--apply {options.apply}: exists already; write the name of a new file")
-    baseline = read_run(options.baseline) if options.baseline is not None else None
+    baseline = read_baseline(options.baseline) if options.baseline is not None else None
     diagnosis = diagnose(Case(read_run(options.run_dir, options.config), baseline))
     if options.json:
         print(as_json(diagnosis), end="")

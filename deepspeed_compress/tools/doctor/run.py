@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS
-from deepspeed_compress.tools.run_directory import Line, read_directory
+from deepspeed_compress.tools.run_directory import Line, RunDirectory, read_directory
 
 Points = tuple[tuple[int, float], ...]
 """Optimizer steps with their values. A value is NaN if the loss was not finite."""
@@ -49,6 +49,21 @@ class Run:
     """Compression section of `config`. None if it has none, or none that this version accepts."""
 
 
+def read_baseline(directory: Path) -> Run:
+    """Read the run in `directory` that another one is compared with. It may be one without this package.
+
+    Raises:
+        DataError: `directory` does not exist, or holds neither losses nor times of steps.
+    """
+    run = _run(directory, _read(directory))
+    if not (run.steps or run.losses or run.held_out or run.step_times):
+        raise DataError(
+            f"{directory}: --baseline: holds neither losses nor times of steps (none of metrics.jsonl, "
+            f"{STATISTICS}, trainer_state.json, checkpoint-* with lines in it); pass the output directory of a run"
+        )
+    return run
+
+
 def read_run(directory: Path, config: Path | None = None) -> Run:
     """Read the run in `directory`.
 
@@ -60,14 +75,22 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
         DataError: `directory` does not exist or holds no statistics.
         ConfigError: `config` cannot be read.
     """
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory; pass the output directory of a run, or its monitor.path")
-    found = read_directory(directory, None if config is None else read_ds_config(config))
+    found = _read(directory, config)
     if not found.statistics:
         raise DataError(
             f"{found.monitor}: holds no {STATISTICS} with measured steps; set monitor.path in the section and train "
             "again, or pass the directory that has this file"
         )
+    return _run(directory, found)
+
+
+def _read(directory: Path, config: Path | None = None) -> RunDirectory:
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such directory; pass the output directory of a run, or its monitor.path")
+    return read_directory(directory, None if config is None else read_ds_config(config))
+
+
+def _run(directory: Path, found: RunDirectory) -> Run:
     # Statistics have losses only with some settings, and never in the first step.
     statistics = tuple(dropwhile(lambda line: line.get("loss") is None, found.statistics))
     logged = (found.metrics, "train_loss"), (statistics, "loss"), (found.trainer_log, "loss")

@@ -49,6 +49,9 @@ class Metric:
         compared: Whether the change relative to the baseline is meaningful.
         optional: Whether the row is left out if all figures are zero.
         tile: Whether the figure is also shown as a tile at the top of the page.
+        column: Column of a figure that depends on how far training is. With a baseline, both figures are those at the
+            last step that both runs have in it.
+        of_whole: Whether only runs of equal length can be compared.
     """
 
     title: str
@@ -57,6 +60,22 @@ class Metric:
     compared: bool = True
     optional: bool = False
     tile: bool = False
+    column: str = ""
+    of_whole: bool = False
+
+    def row(self, runs: list[Run]) -> tuple[str, list[float | None], bool]:
+        """Return the title, the figures of `runs`, and whether their change is meaningful."""
+        last = self._last_common_step(runs)
+        figures = [self.of(run if last is None else run.until(last)) for run in runs]
+        lengths = {max(run.column(self.column), default=0) if self.column else run.last_step for run in runs}
+        if last is None or len(lengths) == 1:
+            return self.title, figures, self.compared and (len(lengths) == 1 or not (self.column or self.of_whole))
+        return f"{self.title}, up to step {last:,}", figures, self.compared
+
+    def _last_common_step(self, runs: list[Run]) -> int | None:
+        """Return the last step at which all `runs` have a value of `column`; None if there is none."""
+        steps = [run.column(self.column).keys() for run in runs] if self.column else []
+        return max(set.intersection(*map(set, steps)), default=None) if steps else None
 
 
 def _mean(run: Run, key: str) -> float | None:
@@ -115,13 +134,21 @@ def _of_summary(key: str) -> Callable[[Run], float | None]:
 
 
 METRICS = (
-    Metric("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True),
-    Metric("training loss, last tenth", _recent_loss, "{:.4f}".format),
-    Metric("training loss, mean of the whole run", lambda run: _last(run, "mean_train_loss"), "{:.4f}".format),
+    Metric("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True, column="eval_loss"),
+    Metric("training loss, last tenth", _recent_loss, "{:.4f}".format, column="train_loss"),
+    Metric(
+        "training loss, mean of the whole run",
+        lambda run: _last(run, "mean_train_loss"),
+        "{:.4f}".format,
+        of_whole=True,
+    ),
     Metric("median step time", _step_time, milliseconds, tile=True),
     Metric("time per step, including evaluation and saving", _wall_time, milliseconds),
     Metric(
-        "training time, including evaluation and saving", lambda run: _last(run, "train_runtime"), "{:,.1f} s".format
+        "training time, including evaluation and saving",
+        lambda run: _last(run, "train_runtime"),
+        "{:,.1f} s".format,
+        of_whole=True,
     ),
     Metric("tokens per second", _of_summary("tokens_per_s"), "{:,.0f}".format),
     Metric(
@@ -182,20 +209,20 @@ def _against(runs: list[Run], cells: list[str]) -> str:
 
 
 def _rows(runs: list[Run], metrics: Iterable[Metric]) -> list[list[str]]:
-    found = [(metric, [metric.of(run) for run in runs]) for metric in metrics]
+    found = [(metric, *metric.row(runs)) for metric in metrics]
     return [
         [
-            metric.title,
+            title,
             *(UNKNOWN if value is None else metric.form(value) for value in values),
-            *_change(metric, values),
+            *_change(is_compared, values),
         ]
-        for metric, values in found
+        for metric, title, values, is_compared in found
         if any(value is not None and (value or not metric.optional) for value in values)
     ]
 
 
-def _change(metric: Metric, values: list[float | None]) -> list[str]:
+def _change(is_compared: bool, values: list[float | None]) -> list[str]:
     if len(values) == 1:
         return []
     before, after = values
-    return [change(after / before - 1) if metric.compared and before and after is not None else ""]
+    return [change(after / before - 1) if is_compared and before and after is not None else ""]

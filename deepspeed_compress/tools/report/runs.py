@@ -4,7 +4,7 @@ import csv
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -132,6 +132,13 @@ class Run:
     def column(self, key: str) -> dict[int, Any]:
         """Return the values of a column by step, in ascending order; empty if no file of the run has them."""
         return dict(sorted(self.columns.get(key, {}).items()))
+
+    def until(self, last: int) -> "Run":
+        """Return this run without the values of steps after `last`."""
+        columns = {
+            key: {step: one for step, one in column.items() if step <= last} for key, column in self.columns.items()
+        }
+        return replace(self, columns=columns)
 
     @property
     def first_step(self) -> int:

@@ -12,6 +12,7 @@ from deepspeed_compress.cli import main
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
+from tests.support.runs import trainer_run
 from tests.tools.doctor.recordings import RUNS
 
 PAGE = Path(__file__).parents[3] / "docs/doctor.md"
@@ -119,6 +120,24 @@ def test_unreadable_directories_exit_with_2(tmp_path: Path, capsys: pytest.Captu
     assert main(["doctor", str(tmp_path)]) == 2
     assert "holds no compression.jsonl with measured steps; set monitor.path" in capsys.readouterr().err
     assert main(["doctor", str(RUNS / "excluded"), "--baseline", str(tmp_path / "none")]) == 2
+
+
+def test_a_plain_trainer_run_is_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has losses but no statistics. `report` takes it, too."""
+    baseline = trainer_run(tmp_path / "plain")
+    run = shutil.copytree(RUNS / "healthy-default", tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 20, "eval_loss": 13.0}]}))
+    assert main(["doctor", str(run), "--baseline", str(baseline), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    [finding] = document["findings"]
+    assert finding["name"] == "compression-too-strong"
+    assert finding["evidence"]["loss above baseline"] == "100.00%"
+
+
+def test_a_baseline_without_figures_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(RUNS / "excluded"), "--baseline", str(tmp_path)]) == 2
+    assert "--baseline: holds neither losses nor times of steps" in capsys.readouterr().err
 
 
 def test_doctor_imports_no_torch() -> None:

@@ -110,6 +110,45 @@ def test_changes_are_shown_only_for_comparable_figures(runs: tuple[Path, Path]) 
     assert rows["parameters"] == ["1,234", "1,234", ""]
 
 
+def run_of(directory: Path, steps: int, evaluated: tuple[int, ...] = ()) -> Path:
+    """Write a run whose losses fall by 0.1 in each step."""
+    lines = [{"step": step, "train_loss": 9 - step / 10} for step in range(1, steps + 1)]
+    lines += [{"step": step, "eval_loss": 9 - step / 10} for step in evaluated]
+    write_lines(directory / "metrics.jsonl", sorted(lines, key=lambda line: line["step"]))
+    return directory
+
+
+def test_losses_are_compared_at_equal_steps(tmp_path: Path) -> None:
+    """The same training, for 30 and 40 steps, has no change. Alone, a run shows its last steps."""
+    shorter, longer = run_of(tmp_path / "a", 30, (20, 30)), run_of(tmp_path / "b", 40, (20, 40))
+    for pair in ((shorter, longer), (longer, shorter)):
+        rows = figures(*load_runs(*pair))
+        assert rows["training loss, last tenth, up to step 30"] == ["6.1000", "6.1000", "+0.00%"]
+        assert rows["held-out loss, up to step 20"] == ["7.0000", "7.0000", "+0.00%"]
+        assert tiles(load_runs(*pair))[0][0] == "held-out loss, up to step 20"
+    assert figures(alone(longer))["training loss, last tenth"] == ["5.1500"]
+    assert figures(alone(longer))["held-out loss"] == ["5.0000"]
+
+
+def test_losses_without_common_steps_have_no_change(tmp_path: Path) -> None:
+    rows = figures(*load_runs(run_of(tmp_path / "a", 30, (30,)), run_of(tmp_path / "b", 40, (40,))))
+    assert rows["held-out loss"] == ["5.0000", "6.0000", ""]
+
+
+def test_figures_of_whole_runs_have_no_change_if_these_have_different_lengths(tmp_path: Path) -> None:
+    def finished(name: str, steps: int) -> Path:
+        log = [{"step": step, "loss": 1.0} for step in (10, steps)]
+        log.append({"step": steps, "train_runtime": 6.0 * steps, "train_loss": 100.0 / steps})
+        write_lines(tmp_path / name / "trainer_state.json", [{"global_step": steps, "log_history": log}])
+        return tmp_path / name
+
+    time, mean = "training time, including evaluation and saving", "training loss, mean of the whole run"
+    rows = figures(*load_runs(finished("a", 20), finished("b", 40)))
+    assert (rows[time], rows[mean]) == (["240.0 s", "120.0 s", ""], ["2.5000", "5.0000", ""])
+    rows = figures(*load_runs(finished("a", 20), finished("c", 20)))
+    assert rows[time][-1] == rows[mean][-1] == "+0.00%"
+
+
 def test_tiles_show_the_run_before_the_baseline(runs: tuple[Path, Path]) -> None:
     assert tiles(load_runs(*runs))[0] == ("held-out loss", "2.0200", "2.0000 dense (+1.00%)")
     assert tiles(load_runs(runs[0], None))[0] == ("held-out loss", "2.0200", "")
