@@ -324,9 +324,15 @@ BUGS: Mapping[str, Bug] = {
     ),
     "islands that share layers reduce over the job": Bug(
         "backends/deepspeed/divided_calls.py",
-        "        groups._DATA_PARALLEL_GROUP = unit.data",
-        "        groups._DATA_PARALLEL_GROUP = unit.job",
+        '        division["_DATA_PARALLEL_GROUP"] = unit.data',
+        '        division["_DATA_PARALLEL_GROUP"] = groups._DATA_PARALLEL_GROUP',
         ("local_sgd/deepspeed/test_islands_tensor.py",),
+    ),
+    "a later engine gets the ranks of an island": Bug(
+        "backends/deepspeed/divided_calls.py",
+        "    finally:\n        _set_groups(before)",
+        "    finally:\n        pass",
+        ("backends/deepspeed/test_other_engines.py",),
     ),
     "an island is judged by the losses of all": Bug(
         "backends/deepspeed/losses.py",

@@ -38,6 +38,16 @@ _GROUPS = (
 """Names in DeepSpeed's module `groups` that determine how the ranks of later engines are divided."""
 
 
+_CALLS = (
+    "_take_model_step",
+    "buffered_allreduce_fallback",
+    "get_data_parallel_rank",
+    "load_checkpoint",
+    "save_checkpoint",
+)
+"""Methods of an engine that ask `groups` for the data-parallel ranks when they are called."""
+
+
 @contextmanager
 def groups_restored_on_failure() -> Iterator[None]:
     """Restore DeepSpeed's division of ranks, for later engines, if the block raises."""
@@ -45,9 +55,30 @@ def groups_restored_on_failure() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for name, value in before.items():
-            setattr(groups, name, value)
+        _set_groups(before)
         raise
+
+
+@contextmanager
+def _divided_groups(unit: RankUnit) -> Iterator[None]:
+    """Have DeepSpeed's module `groups` answer for `unit` in the block, and as before after it.
+
+    DeepSpeed asks this module for all engines of a process, and other engines may divide the ranks in another way.
+    """
+    division = {"mpu": unit, "mesh_device": None}
+    if unit.tensor > 1:
+        division["_DATA_PARALLEL_GROUP"] = unit.data
+    before = {name: getattr(groups, name) for name in division if hasattr(groups, name)}
+    _set_groups(division)
+    try:
+        yield
+    finally:
+        _set_groups(before)
+
+
+def _set_groups(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(groups, name, value)
 
 
 def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,25 +131,24 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Ra
     Raises:
         UnsupportedError: the engine shares layers between other ranks than the configuration says.
     """
-    # From now on, destroying an older engine leaves this division in place.
-    unit.living.append(unit)
-    if unit.tensor > 1:
-        groups._DATA_PARALLEL_GROUP = unit.data
-    try:
+    with _divided_groups(unit):
         result: Sequence[Any] = original(**call)
         _check_tensor(result[0], unit)
-    except BaseException:
-        _undivide(unit)
-        raise
     # AutoTP has replaced it with DeepSpeed's module `groups`, which does not know about units.
-    result[0].mpu = groups.mpu = unit
+    result[0].mpu = unit
     # Independent of `detach`: the engine's groups are those of its unit for as long as it exists.
     patches = Patches()
-    patches.precede(result[0], "destroy", partial(_undivide, unit))
+    for name in _CALLS:
+        patches.wrap(result[0], name, partial(_call_divided, unit))
     if not result[0].zero_optimization_partition_weights():
         # The parameters of ZeRO 3 stay divided over these groups, in a later engine too.
         destroy_with_engine(result[0], unit.made, patches)
     return result
+
+
+def _call_divided(unit: RankUnit, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with _divided_groups(unit):
+        return method(*args, **options)
 
 
 def _check_tensor(engine: Any, unit: RankUnit) -> None:
@@ -127,35 +157,6 @@ def _check_tensor(engine: Any, unit: RankUnit) -> None:
         raise UnsupportedError(
             f"{unit.pointer}: tp_model_init was called for {found} ranks that share each layer, but the configuration "
             f'says {unit.tensor} (allowed: the same); write "tensor_parallel": {{"autotp_size": {found}}}'
-        )
-
-
-def _undivide(unit: RankUnit) -> None:
-    """Restore the division of the newest remaining engine with a unit, or the one from before them.
-
-    DeepSpeed uses the last `mpu` for all later engines, and queries it for existing ones. The garbage collector may
-    destroy an engine a second time, at any time.
-    """
-    if unit not in unit.living:
-        return
-    unit.living.remove(unit)
-    last = unit.living[-1] if unit.living else None
-    if isinstance(groups.mpu, RankUnit):
-        groups.mpu = unit.before if last is None else last
-    if unit.tensor > 1:
-        groups._DATA_PARALLEL_GROUP = unit.job if last is None else last.data
-
-
-def check_undivided() -> None:
-    """Check that no engine with a unit exists, because DeepSpeed would divide another engine in the same way.
-
-    Raises:
-        UnsupportedError: one exists.
-    """
-    if isinstance(groups.mpu, RankUnit):
-        raise UnsupportedError(
-            f"{groups.mpu.pointer} is missing, but another engine of this process has it, and both engines must divide "
-            "the ranks alike; write the same into both, or destroy the first engine"
         )
 
 

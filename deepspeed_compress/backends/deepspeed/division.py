@@ -17,14 +17,13 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.groups import downward_group, made_group
 from deepspeed_compress.backends.deepspeed.seams import Seam
-from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 
 SEAMS = (
     Seam("deepspeed.utils.groups:_init_tp_mesh_device", ("tensor_model_parallel_size", "data_parallel_size")),
-    Seam("deepspeed.utils.groups:get_data_parallel_group", ()),
     Seam("deepspeed.utils.groups:get_tensor_model_parallel_group", ()),
 )
 
@@ -58,7 +57,7 @@ def make_islands(settings: Islands, tensor: int = 1) -> IslandUnit:
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already divides the ranks, or shares layers, in another way.
+        UnsupportedError: this process already shares layers between other ranks.
     """
     key = f"{_ISLANDS}/{'by_host' if settings.by_host else 'size'}"
     unit = _divide(IslandUnit, _Division(_ISLANDS, "islands", None if settings.by_host else settings.size, key), tensor)
@@ -80,7 +79,7 @@ def make_nodes(shard_within: int | Literal["node"], tensor: int = 1) -> NodeUnit
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already divides the ranks, or shares layers, in another way.
+        UnsupportedError: this process already shares layers between other ranks.
     """
     size = None if shard_within == "node" else shard_within
     unit = _divide(NodeUnit, _Division(_NODES, "nodes", size, _NODES), tensor)
@@ -102,12 +101,10 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
             f"{division.key}: {division.parts} of {size} do not divide the {world} ranks of the job (allowed: "
             "divisors); start as many ranks for each"
         )
-    _check_equal_division(kind, division, size, tensor)
     parts = [tuple(range(first, first + size)) for first in range(0, world, size)]
     lines = [ranks[one::tensor] for ranks in parts for one in range(tensor)]
     places = list(zip(*parts, strict=True))
     whole = made_group(parts)
-    model, job = _tensor_groups(division, tensor)
     return kind(
         ranks=parts[rank // size],
         number=rank // size,
@@ -115,28 +112,10 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
         tensor=tensor,
         whole=whole,
         data=whole if tensor == 1 else made_group(lines),
-        model=model,
+        model=_tensor_group(division, tensor),
         peers=made_group(places),
         downward=downward_group(places),
-        job=job,
-        living=groups.mpu.living if isinstance(groups.mpu, RankUnit) else [],
-        before=groups.mpu.before if isinstance(groups.mpu, RankUnit) else groups.mpu,
     )
-
-
-def _check_equal_division(kind: type[RankUnit], division: _Division, size: int, tensor: int) -> None:
-    """Check that existing engines divide the ranks alike, because DeepSpeed asks the newest division for all of them.
-
-    Raises:
-        UnsupportedError: they do not.
-    """
-    other = groups.mpu
-    if isinstance(other, RankUnit) and (type(other), len(other.ranks), other.tensor) != (kind, size, tensor):
-        raise UnsupportedError(
-            f"{division.key}: {division.parts} of {size} ranks, {tensor} of which share each layer, differ from the "
-            f"parts of {len(other.ranks)} and {other.tensor} of another engine of this process ({other.pointer}; "
-            "allowed: the same); write the same into both, or destroy the first engine"
-        )
 
 
 def _ranks_of_part(division: _Division, tensor: int) -> int:
@@ -176,19 +155,17 @@ def _ranks_of_host(division: _Division) -> int:
     return sizes[0]
 
 
-def _tensor_groups(division: _Division, tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the group of ranks that share layers with this one, and DeepSpeed's own data-parallel group."""
+def _tensor_group(division: _Division, tensor: int) -> ProcessGroup:
+    """Return the group of ranks that share layers with this one."""
     if tensor == 1:
-        return made_group([(one,) for one in range(dist.get_world_size())]), None
+        return made_group([(one,) for one in range(dist.get_world_size())])
     # Layers that were split before an engine exists have already made these groups.
     groups._init_tp_mesh_device(tensor_model_parallel_size=tensor)
-    found = groups.get_tensor_model_parallel_group()
+    found: ProcessGroup = groups.get_tensor_model_parallel_group()
     first = dist.get_rank() // tensor * tensor
     if dist.get_process_group_ranks(found) != list(range(first, first + tensor)):
         raise UnsupportedError(
             f"{division.pointer}: {tensor} ranks should share each layer, but DeepSpeed has groups of {found.size()} "
             "in this process (allowed: the same number); train with the other number in a separate process"
         )
-    # While an engine with a unit exists, DeepSpeed's data-parallel group is that of the unit.
-    former = groups.mpu.job if isinstance(groups.mpu, RankUnit) else None
-    return found, former or groups.get_data_parallel_group()
+    return found

@@ -15,7 +15,6 @@ from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
 from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
 from deepspeed_compress.backends.deepspeed.divided_calls import (
-    check_undivided,
     divide_call,
     groups_restored_on_failure,
     make_divided,
@@ -140,7 +139,6 @@ def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[RankUnit | N
     unit = _make_unit(config, call["config"])
     if unit is not None:
         return unit, divide_call(unit, call, call["config"])
-    check_undivided()
     return None, call if config.islands is None else prepare_call(call)
 
 

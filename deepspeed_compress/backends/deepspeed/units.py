@@ -1,6 +1,6 @@
 """Parts of a job's ranks in the form of DeepSpeed's `mpu`: islands, and nodes that hold a sharded copy of the model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -21,9 +21,6 @@ class RankUnit:
         model: the group of ranks that share layers with this one.
         peers: the group of ranks with the same place in their parts.
         downward: a second group of `peers`; see `downward_group`.
-        job: DeepSpeed's data-parallel group of the whole job, under AutoTP; None otherwise.
-        living: the units of all existing engines with a unit, including this one's and later ones'; one shared list.
-        before: DeepSpeed's `mpu` without units.
     """
 
     pointer: ClassVar[str]
@@ -38,9 +35,6 @@ class RankUnit:
     model: ProcessGroup
     peers: ProcessGroup
     downward: ProcessGroup | None
-    job: ProcessGroup | None
-    living: "list[RankUnit]" = field(compare=False, repr=False)
-    before: Any = field(default=None, compare=False, repr=False)
 
     @property
     def place(self) -> int:

@@ -22,7 +22,7 @@ from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
+from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import (
     Job,
@@ -236,23 +236,11 @@ def changed_seam(rank: int, job: Job) -> None:
         start(job)
 
 
-def two_divisions(rank: int, job: Job) -> None:
-    """Make an engine with nodes of four ranks, which is possible once the one with nodes of two is destroyed."""
-    other = replace(job, section={**INT4, "parallelism": {"shard_within": 4}})
-    engine = start(job)
-    with pytest.raises(UnsupportedError, match="differ from the parts of 2"):
-        start(other)
-    engine.destroy()
-    with pytest.warns(CompressWarning, match="all 4 ranks are one node"):
-        start(other)
-
-
 REFUSED = (
     (attach_afterwards, 1),
     (whole_gradients, 1),
     (changed_seam, 1),
     (detach, 2),
-    (two_divisions, 2),
     (made_in_init, 3),
 )
 
@@ -304,7 +292,7 @@ def test_contradictions(section: Mapping[str, Any], file: Mapping[str, Any], poi
     ],
 )
 def test_another_division_of_the_ranks_is_refused(call: dict[str, Any], config: dict[str, Any]) -> None:
-    unit = NodeUnit((0, 1), 0, 2, 1, *([None] * 6), living=[])
+    unit = NodeUnit((0, 1), 0, 2, 1, *([None] * 5))
     with pytest.raises(UnsupportedError, match="shard_within divides the ranks itself"):
         divide_call(unit, call, config)
 

@@ -12,7 +12,6 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups
 
 import deepspeed_compress
 from deepspeed_compress.config import parse_section
@@ -551,42 +550,6 @@ def attached_late(rank: int) -> str:
 
 def test_an_existing_engine_cannot_be_divided() -> None:
     assert all("divides ranks before an engine is made" in text for text in run_forks(2, attached_late))
-
-
-def one_after_the_other(rank: int, divided: Job, whole: Job, detached: bool) -> list[object]:
-    first = start(divided)
-    message = refused(rank, whole)
-    if detached:
-        deepspeed_compress.detach(first)
-    first.destroy()
-    second = start(whole)
-    return [message, second.seq_data_parallel_group.size()]
-
-
-@pytest.mark.parametrize("detached", [False, True])
-def test_the_division_ends_with_its_engine(detached: bool) -> None:
-    divided, whole = Job(1, section=section(size=1)), Job(1, section={})
-    for message, ranks in run_forks(2, one_after_the_other, divided, whole, detached):
-        assert "/deepspeed_compress/islands is missing" in str(message)
-        assert ranks == 2
-
-
-def two_at_once(rank: int, divided: Job, whole: Job, first_ends: int) -> list[object]:
-    engines = [start(divided), start(divided)]
-    engines.pop(first_ends).destroy()
-    message, [left] = refused(rank, whole), engines
-    ranks = groups._get_data_parallel_world_size()
-    left.destroy()
-    return [message, ranks, start(whole).seq_data_parallel_group.size()]
-
-
-@SAMPLED
-@pytest.mark.parametrize("first_ends", [0, 1])
-def test_the_division_remains_for_the_second_of_two_engines(first_ends: int) -> None:
-    divided, whole = Job(1, section=section(size=1)), Job(1, section={})
-    for message, inside, ranks in run_forks(2, two_at_once, divided, whole, first_ends):
-        assert "/deepspeed_compress/islands is missing" in str(message)
-        assert (inside, ranks) == (1, 2)
 
 
 def test_steps_with_an_exchange_report_no_ratio() -> None:

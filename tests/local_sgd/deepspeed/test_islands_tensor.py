@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, MasterSlice
@@ -22,7 +23,7 @@ from deepspeed_compress.local_sgd.deepspeed.replicated import check_equal_blocks
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, section
-from tests.support.jobs import BATCH, Job, largest_difference, make_engine, weights
+from tests.support.jobs import BATCH, Job, largest_difference, make_engine, network, weights
 from tests.support.messages import refusal
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
@@ -49,7 +50,7 @@ class Run:
 
 
 def train(rank: int, *jobs: Job) -> list[Run]:
-    """Run the jobs one after the other in one process, since the division ends with its engine."""
+    """Run the jobs one after the other in one process."""
     found = []
     for job in jobs:
         engine, run = start_tensor(job), Run()
@@ -82,6 +83,32 @@ def test_an_uncompressed_exchange_every_step_equals_data_parallelism(stage: int)
         assert (same.weights, same.losses) == (plain.weights, plain.losses)
         assert largest_difference(together.weights[-1], divided.weights[-1]) < 1e-6
         assert largest_difference(together.weights[-1], together.weights[0]) > 1e-3
+
+
+def in_turns(rank: int, plain: Job, divided: Job) -> tuple[dict[str, list[float]], int]:
+    """Train an engine with islands and one without in turns.
+
+    Returns:
+        The weights of the engine without islands, and the number of data-parallel ranks of one that shares no layers.
+    """
+    engines = [start_tensor(divided), start_tensor(plain)]
+    for number in range(plain.steps):
+        for engine in engines:
+            take_steps(engine, rank, plain, number, number + 1)
+    groups.mpu = None
+    alone = make_engine(network(), Job(1).config())
+    return weights(engines[1]), alone.seq_data_parallel_group.size()
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [0, 2])
+def test_engines_next_to_islands_average_over_all_ranks(stage: int) -> None:
+    """DeepSpeed's module `groups` stays the `mpu` after an engine with AutoTP, so the test resets it."""
+    plain = Job(stage, extra=AUTO_TP, steps=3)
+    expected = run_forks(4, train, plain, timeout=400)
+    divided = replace(plain, section=section(size=1, **PLAIN))
+    for [alone], found in zip(expected, run_forks(4, in_turns, plain, divided, timeout=400), strict=True):
+        assert found == (alone.weights[-1], 4)
 
 
 @SAMPLED

@@ -1,5 +1,7 @@
 """Programs with several engines."""
 
+import contextlib
+
 import deepspeed
 import torch
 from torch import Tensor, nn
@@ -106,6 +108,36 @@ def one_after_the_other(run: Run) -> None:
         run.learn(run.start(network()))
 
 
+def beside_plain(run: Run) -> None:
+    """Train in turns with engines without the section, which were made before and after the one with it."""
+    first = run.start(network(), has_section=False)
+    engines = [first, run.start(network()), run.start(network(), has_section=False)]
+    for _ in range(3):
+        for engine in engines:
+            run.learn(engine, steps=1)
+
+
+def after_failure(run: Run) -> None:
+    """Train after a mistake in the configuration of the optimizer, as in a notebook."""
+    params = {"lr": 1e-2, "torch_adam": True, "misspelled": 1}
+    with contextlib.suppress(TypeError):
+        run.start(network(), {"optimizer": {"type": "AdamW", "params": params}})
+    for has_section in (False, True):
+        run.learn(run.start(network(), has_section=has_section))
+
+
+def within_init(run: Run) -> None:
+    """Make the model of a second engine in `deepspeed.zero.Init` while the first one trains."""
+    first = run.start(network())
+    run.learn(first, steps=1)
+    with deepspeed.zero.Init():
+        model = network()
+    second = run.start(model, has_section=False)
+    for _ in range(3):
+        run.learn(first, steps=1)
+        run.learn(second, steps=1)
+
+
 PROGRAMS = (
     Program(
         "GAN, through the discriminator's engine",
@@ -120,4 +152,7 @@ PROGRAMS = (
     Program("an engine's output is the input of another", chained, stages=(1, 2, 3)),
     Program("reference model without optimizer", with_reference),
     Program("two engines one after the other", one_after_the_other),
+    Program("engines without the section, in turns", beside_plain),
+    Program("an engine that fails, and others after it", after_failure),
+    Program("deepspeed.zero.Init beside an engine", within_init, stages=(3,)),
 )

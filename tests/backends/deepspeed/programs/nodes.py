@@ -38,5 +38,5 @@ def _on_nodes(program: Program) -> Program:
 
 PROGRAMS_ON_NODES = tuple(_on_nodes(one) for one in PROGRAMS if one.ranks == 2 and one.name not in _DIFFERENT)
 
-# A universal checkpoint is refused when it is loaded. The engine that exists by then leaves the ranks divided.
+# A universal checkpoint is refused when it is loaded, after this engine has been made.
 PROGRAMS_ON_RAW_NODES = tuple(one for one in PROGRAMS_ON_NODES if one.name != "universal checkpoint")

@@ -70,11 +70,19 @@ class Run:
         config = merged(merged(config, self.program.config), extra)
         return config if self.section is None else {**config, SECTION: dict(self.section)}
 
-    def start(self, model: nn.Module, extra: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """Return an engine for `model`. `options` are passed to `deepspeed.initialize`."""
+    def start(
+        self, model: nn.Module, extra: Mapping[str, Any] | None = None, has_section: bool = True, **options: Any
+    ) -> Any:
+        """Return an engine for `model`. `options` are passed to `deepspeed.initialize`.
+
+        Without `has_section`, the configuration of this engine never has the section.
+        """
         if "optimizer" not in options:
             options.setdefault("model_parameters", list(model.parameters()))
-        engine = deepspeed.initialize(model=model, config=self.config(**(extra or {})), **options)[0]
+        config = self.config(**(extra or {}))
+        if not has_section:
+            config.pop(SECTION, None)
+        engine = deepspeed.initialize(model=model, config=config, **options)[0]
         self.engines.append(engine)
         self.steps = 0
         return engine

@@ -1,0 +1,134 @@
+"""Engines next to one that divides the ranks: each of them keeps its own data-parallel ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+import deepspeed_compress
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network, run, start, train, weights
+from tests.support.methods import NONE
+
+SAMPLED = pytest.mark.sampled(
+    4, "deepspeed_compress/backends/deepspeed/divided_calls.py", "tests/backends/deepspeed/test_other_engines.py"
+)
+ISLANDS: Mapping[str, Any] = {**NONE, "islands": {"size": 2, "sync_every": 2}}
+NODES: Mapping[str, Any] = {**NONE, "parallelism": {"shard_within": 2}}
+RANKS = 4
+CASES = [*((stage, ISLANDS) for stage in (0, 1, 2, 3)), *((stage, NODES) for stage in (1, 2, 3))]
+
+
+def beside(rank: int, plain: Job, divided: Job, detached: bool) -> list[Any]:
+    """Train plain engines in turns with an engine that divides the ranks.
+
+    Returns:
+        The weights of the plain engines: one made before the other engine, one next to it, and one after it has ended.
+    """
+    batches = data(rank, plain)
+    first, other = start(plain), start(divided)
+    if detached:
+        deepspeed_compress.detach(other)
+    second = start(plain)
+    for batch in batches:
+        for engine in (other, first, second):
+            run(engine, [batch])
+    other.destroy()
+    third = start(plain)
+    run(third, batches)
+    return [weights(engine) for engine in (first, second, third)]
+
+
+@SAMPLED
+@pytest.mark.parametrize(("stage", "section"), CASES)
+def test_engines_without_the_section_average_over_all_ranks(stage: int, section: Mapping[str, Any]) -> None:
+    plain = Job(stage)
+    expected = [outcome.parameters for outcome in run_forks(RANKS, train, plain)[0]]
+    for found in run_forks(RANKS, beside, plain, Job(stage, section), False):
+        assert found == expected * 3
+
+
+def test_engines_next_to_a_detached_one_average_over_all_ranks() -> None:
+    plain = Job(1)
+    expected = [outcome.parameters for outcome in run_forks(RANKS, train, plain)[0]]
+    for found in run_forks(RANKS, beside, plain, Job(1, ISLANDS), True):
+        assert found == expected * 3
+
+
+class Unanswering:
+    """Division of ranks that answers no question, since no engine may ask for that of another one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"an engine asked for {name} of another division")
+
+
+@contextmanager
+def unanswered() -> Iterator[None]:
+    groups.mpu = Unanswering()
+    try:
+        yield
+    finally:
+        groups.mpu = None
+
+
+def asks_its_own(rank: int, jobs: Sequence[Job], directory: Path) -> None:
+    deepspeed.init_distributed("gloo")
+    for number, job in enumerate(jobs):
+        engine = start(job)
+        with unanswered():
+            run(engine, data(rank, job))
+            engine.save_checkpoint(str(directory / str(number)))
+            engine.load_checkpoint(str(directory / str(number)))
+            engine.save_16bit_model(str(directory / f"{number}-model"))
+            engine.eval()
+            engine(data(rank, job)[0][0])
+        engine.destroy()
+        dist.barrier()
+
+
+def test_an_engine_that_divides_the_ranks_asks_for_its_own_division(tmp_path: Path) -> None:
+    """Whatever it does, it does not depend on what other engines have left in DeepSpeed's module `groups`."""
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    jobs = [Job(stage, section, zero=zero if stage == 3 else {}) for stage, section in CASES]
+    run_forks(RANKS, asks_its_own, jobs, tmp_path)
+
+
+def together(rank: int, jobs: Sequence[Job]) -> list[Any]:
+    engines = [start(job) for job in jobs]
+    for batch in data(rank, jobs[0]):
+        for engine in engines:
+            run(engine, [batch])
+    return [weights(engine) for engine in engines]
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines_with_unlike_divisions_train_as_they_do_alone(stage: int) -> None:
+    sections = (ISLANDS, NODES, {**NONE, "islands": {"size": 1, "sync_every": 2}}, NONE)
+    jobs = [Job(stage, section) for section in sections]
+    alone = run_forks(RANKS, train, *jobs)
+    for found, expected in zip(run_forks(RANKS, together, jobs), alone, strict=True):
+        assert found == [outcome.parameters for outcome in expected]
+
+
+def shards_of_init(rank: int) -> list[int]:
+    """Return over how many ranks `deepspeed.zero.Init` shards, without a section and with one, next to an engine."""
+    engine = start(Job(3, NODES))
+    uninstall = deepspeed_compress.install()
+    sizes = []
+    for config in (None, Job(3).config(), Job(3, NODES).config()):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = network()
+        sizes.append(dist.get_world_size(next(model.parameters()).ds_process_group))
+    uninstall()
+    engine.destroy()
+    return sizes
+
+
+def test_zero_init_shards_as_its_own_configuration_says() -> None:
+    assert run_forks(RANKS, shards_of_init) == [[4, 4, 2]] * RANKS
