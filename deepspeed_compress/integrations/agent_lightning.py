@@ -6,6 +6,8 @@ other ranks, which `follow`. All ranks learn, and publish the new weights to the
 
 import asyncio
 import itertools
+import logging
+import math
 import random
 import time
 from collections import deque
@@ -23,8 +25,11 @@ from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learned, Learner
 from deepspeed_compress.errors import RolloutError
 
+_LOG = logging.getLogger(__name__)
 POLL_S = 0.05
 """Seconds between two questions to the store or to the endpoint."""
+_FINAL = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+"""Status of a refusal that does not pass. Others may be those of a proxy whose endpoint starts again."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class RolloutPlan:
         episodes: number of rollouts of each task, which are compared with each other.
         behind: largest number of versions by which a sample may be behind the weights that learn from it. With 0,
             rollouts wait for the newest weights; with 1, rollouts of the next batch run while this one trains.
-        timeout_s: seconds after which rollouts that have not finished are an error.
+        timeout_s: seconds after which rollouts that have not finished count as failed. If none has, it is an error.
         seed: seed of the order of tasks.
     """
 
@@ -92,7 +97,8 @@ class BatchFigures:
         version: version of the weights after it.
         learned: what the learner reports.
         samples: number of samples that were learned from.
-        failed: number of rollouts that failed.
+        failed: number of rollouts that failed, or did not finish in time.
+        unrewarded: number of rollouts that were dropped, because they have no finite reward or no completion.
         outdated: number of samples that were dropped, because they were too far behind.
         seconds: seconds since the previous batch.
         tokens: number of tokens that the policy has sampled for it.
@@ -103,6 +109,7 @@ class BatchFigures:
     learned: Learned
     samples: int
     failed: int
+    unrewarded: int
     outdated: int
     seconds: float
     tokens: int
@@ -173,7 +180,7 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         """Train on the tasks of `train_dataset`; Agent-Lightning's `Trainer` calls this.
 
         Raises:
-            RolloutError: if there are no tasks, or rollouts do not finish in time or leave no samples.
+            RolloutError: if there are no tasks, or no rollout of a batch finishes in time or leaves samples.
         """
         if train_dataset is None or not len(train_dataset):
             raise RolloutError("there are no tasks: pass train_dataset to Trainer.fit")
@@ -206,7 +213,13 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
             try:
                 served = await self._endpoint.version()
             except httpx.TransportError as error:
-                problem = f"it cannot be reached ({type(error).__name__})"
+                problem = f"it cannot be reached ({type(error).__name__}: {error})"
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code in _FINAL:
+                    raise RolloutError(f"the endpoint {self._endpoint.url} refuses its secret: {error}") from error
+                problem = str(error)
+            except (KeyError, TypeError, ValueError) as error:
+                problem = f"its answer has no version ({type(error).__name__}: {error})"
             else:
                 if served >= version:
                     return
@@ -238,13 +251,22 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         begin = time.perf_counter()
         finished = await self._finished([one.rollout_id for one in queued.rollouts])
         succeeded = [one.rollout_id for one in finished if one.status == "succeeded"]
-        sampled = [one for rollout in succeeded for one in await self._samples(rollout, queued.groups[rollout])]
+        found = [await self._samples(rollout, queued.groups[rollout]) for rollout in succeeded]
+        sampled = [one for samples in found for one in samples]
         samples = [one for one in sampled if one.version >= self._version - self._plan.behind]
+        failed, unrewarded = len(queued.rollouts) - len(succeeded), sum(not one for one in found)
+        lost = (
+            f"{failed} of {len(queued.rollouts)} rollouts failed or have not finished in {self._plan.timeout_s:g} "
+            f"seconds, {unrewarded} have no finite reward or no traced completion of {self._endpoint.model!r}"
+        )
         if not samples:
             raise RolloutError(
-                f"batch {number} has no samples: {len(finished) - len(succeeded)} of {len(finished)} rollouts failed, "
-                f"and {len(sampled)} samples are more than {self._plan.behind} versions behind. Rollouts that succeed "
-                "without samples have no trace of a completion, or no reward: check the runners' tracer"
+                f"batch {number} has no samples: {lost}, and {len(sampled)} samples are more than {self._plan.behind} "
+                "versions behind: check the runners, their tracer, and the agent's rewards"
+            )
+        if failed or unrewarded:
+            _LOG.warning(
+                "Batch %d is learned without these rollouts, which their groups do not count: %s", number, lost
             )
         learned = await asyncio.to_thread(self._lead, samples)
         self._report(
@@ -253,7 +275,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
                 self._version,
                 learned,
                 len(samples),
-                len(finished) - len(succeeded),
+                failed,
+                unrewarded,
                 len(sampled) - len(samples),
                 time.perf_counter() - begin,
                 sum(len(one.completion) for one in sampled),
@@ -261,18 +284,18 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         )
 
     async def _finished(self, rollouts: list[str]) -> Sequence[Rollout]:
-        """Return these rollouts once all have ended."""
+        """Return these rollouts once all have ended, or those that have ended in time."""
         until = time.monotonic() + self._plan.timeout_s
-        while time.monotonic() < until:
-            finished: Sequence[Rollout]
+        finished: Sequence[Rollout] = []
+        while len(finished) < len(rollouts) and time.monotonic() < until:
             finished = await self.get_store().wait_for_rollouts(rollout_ids=rollouts, timeout=POLL_S)
-            if len(finished) == len(rollouts):
-                return finished
             await asyncio.sleep(POLL_S)
-        raise RolloutError(
-            f"some of {len(rollouts)} rollouts have not finished in {self._plan.timeout_s:g} seconds: "
-            "check the runners, or raise timeout_s"
-        )
+        if not finished:
+            raise RolloutError(
+                f"none of {len(rollouts)} rollouts has finished in {self._plan.timeout_s:g} seconds: "
+                "check the runners, or raise timeout_s"
+            )
+        return finished
 
     async def _samples(self, rollout: str, group: str) -> list[Sample]:
         spans = await self.get_store().query_spans(rollout, attempt_id="latest")
@@ -306,6 +329,7 @@ def _shuffled(number: int, seed: int) -> Iterator[int]:
 def samples_of(triplets: Iterable[Triplet], group: str, episode: str, policy: str) -> list[Sample]:
     """Return the samples of one rollout, an episode whose last reward counts for all of its completions.
 
+    A rollout whose last reward is not finite, or that has none, has no samples: it says nothing about the policy.
     Completions of other models than `policy`, which an agent may use too, are left out.
 
     Raises:
@@ -314,7 +338,8 @@ def samples_of(triplets: Iterable[Triplet], group: str, episode: str, policy: st
     calls = list(triplets)
     rewards = [one.reward for one in calls if one.reward is not None]
     own = [one for one in calls if _model(one).partition("@")[0] == policy]
-    return [_sample(one, rewards[-1], group, episode) for one in own] if rewards else []
+    rewarded = bool(rewards) and math.isfinite(rewards[-1])
+    return [_sample(one, rewards[-1], group, episode) for one in own] if rewarded else []
 
 
 def _model(triplet: Triplet) -> str:

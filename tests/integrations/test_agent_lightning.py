@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import json
+import logging
+import math
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import AsyncMock, patch
 
 import pytest
@@ -57,8 +61,9 @@ def test_the_last_reward_of_an_episode_counts_for_all_of_its_completions() -> No
     assert found == [expected, expected, replace(expected, version=4)]
 
 
-def test_an_episode_without_a_reward_has_no_samples() -> None:
-    assert samples(triplet(reward=None)) == []
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf])
+def test_an_episode_without_a_finite_reward_has_no_samples(reward: float | None) -> None:
+    assert samples(triplet(reward=reward)) == []
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,78 @@ def run(world: World, plan: RolloutPlan, monkeypatch: pytest.MonkeyPatch, told: 
     algorithm.set_store(world)
     algorithm.set_adapter(world)
     asyncio.run(algorithm.run([{"first": 1}, {"first": 2}, {"first": 3}]))
+
+
+class Troubled(World):
+    """A store whose first three rollouts of a batch have no finite reward, fail, or never finish."""
+
+    taken: Sequence[Sample] = ()
+
+    async def wait_for_rollouts(self, rollout_ids: list[str], timeout: float) -> list[Any]:
+        statuses = {one: "failed" if one.endswith("/1") else "succeeded" for one in rollout_ids if one[-2:] != "/2"}
+        return [SimpleNamespace(rollout_id=one, status=status) for one, status in statuses.items()]
+
+    async def query_spans(self, rollout: str, attempt_id: str) -> Any:
+        return [triplet(self.batches[rollout], math.nan if rollout.endswith("/0") else 1.0)]
+
+    def learn(self, samples: Sequence[Sample], version: int) -> Learned:
+        self.taken = samples
+        return super().learn(samples, version)
+
+
+def test_a_bad_rollout_costs_that_rollout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    world = Troubled()
+    with caplog.at_level(logging.WARNING):
+        run(world, RolloutPlan(2, tasks=2, episodes=3, timeout_s=0.3), monkeypatch)
+    assert [(one.samples, one.failed, one.unrewarded) for one in world.figures] == [(3, 2, 1)] * 2
+    assert sorted({one.reward for one in world.taken}) == [1.0]
+    said = [one.getMessage() for one in caplog.records]
+    assert len(said) == 2
+    assert "2 of 6 rollouts failed or have not finished in 0.3 seconds, 1 have no finite reward" in said[0]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers of a proxy in front of an endpoint, the last one again and again."""
+
+    given: ClassVar[list[tuple[int, bytes]]] = []
+
+    def do_GET(self) -> None:
+        status, body = self.given.pop(0) if len(self.given) > 1 else self.given[0]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def served(answers: list[tuple[int, bytes]], timeout_s: float) -> None:
+    """Wait for version 1 of an endpoint with these answers."""
+    handler = type("Handler", (Answers,), {"given": answers})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}")
+            algorithm = DeepSpeedAlgorithm(None, lambda: 0, 1, endpoint, RolloutPlan(1, timeout_s=timeout_s))
+            asyncio.run(algorithm._served(1))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+BAD = [(502, b"bad gateway"), (503, b""), (404, b"{}"), (200, b"<html>"), (200, b"{}"), (200, b"[]")]
+
+
+def test_passing_errors_of_the_endpoint_are_waited_out() -> None:
+    served([*BAD, (200, b'{"version": 1}')], timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [((502, b""), "502 Bad Gateway"), ((200, b"{}"), "no version"), ((401, b""), "its secret")]
+)
+def test_errors_of_the_endpoint_that_do_not_pass_are_named(answer: tuple[int, bytes], words: str) -> None:
+    with pytest.raises(RolloutError, match=words):
+        served([answer], timeout_s=0.5)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 3])
@@ -312,7 +389,7 @@ def test_a_whole_run_with_agent_lightnings_own_trainer_store_and_runners(tmp_pat
     rows = [json.loads(line) for line in (output / "figures.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == [1, 2, 3, 4]
     assert [row["version"] for row in rows] == [2, 3, 4, 5]
-    assert all(row["samples"] == 64 and row["failed"] == row["outdated"] == 0 for row in rows)
+    assert all(row["samples"] == 64 and row["failed"] == row["unrewarded"] == row["outdated"] == 0 for row in rows)
     assert all(row["learned"]["lag"] <= behind for row in rows)
     assert (output / "reward.png").stat().st_size > 1000
 
