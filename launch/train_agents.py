@@ -11,6 +11,7 @@ pip install "deepspeed-compress[agents]". See docs/agents.md.
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,11 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from deepspeed_compress.launcher.fork_server import die_with
+from deepspeed_compress.tools.bench.hosts import end_groups, signals_as_exceptions
 from deepspeed_compress.tools.plots import COLOURS, check_plotting, style_axes
 from launch.agents.sums import LAYERS, make_model, save, teach
 
@@ -33,6 +37,8 @@ END_S = 20.0
 """Seconds that a process gets to end."""
 SYNC_EVERY = 5
 """Batches after which an agent pushes its change of the shared trunk."""
+_ERROR = re.compile(r"(\[\w+\]:\s*)?[\w.]*(Error|Exception|Exit|Interrupt)\b: .+")
+"""A line of a log that names an exception, of a rank or of another process."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,23 @@ class Agent:
         """Return the figures of each batch so far."""
         file = self.directory / "figures.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of the run. Its output is what the file `log` has from byte `begin` on."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    begin: int
+
+    @property
+    def end(self) -> str:
+        """Return how the process has ended, with the first error in its output."""
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
+        errors = [line for line in lines if _ERROR.match(line)]
+        cause = next(iter(errors or lines[-1:]), "no output")
+        return f"{self.log.stem} ended with exit code {self.process.returncode}: {cause}; see {self.log}"
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not model.exists():
         _teach(options, model)
     agents = _agents(options)
-    with ExitStack() as processes:
+    with signals_as_exceptions(), ExitStack() as processes:
         _train(options, model, agents, processes)
     picture = options.output_dir / "reward.png"
     draw([agent.rows for agent in agents], picture)
@@ -125,11 +148,7 @@ def _bars(total: int, texts: Sequence[str]) -> Iterator[Any]:
 def _train(options: argparse.Namespace, model: Path, agents: Sequence[Agent], processes: ExitStack) -> None:
     """Start all processes, and show the figures of each batch until training ends."""
     config = options.config if len(agents) == 1 else _shared_trunk(options, processes)
-    trainings = [_start(options, config, model, agent, processes) for agent in agents]
-    _follow(trainings, agents, options.batches)
-    for training, agent in zip(trainings, agents, strict=True):
-        if training.returncode:
-            raise SystemExit(f"training failed; see {agent.directory / 'training.log'}")
+    _follow([_start(options, config, model, agent, processes) for agent in agents], agents, options.batches)
 
 
 def _shared_trunk(options: argparse.Namespace, processes: ExitStack) -> Path:
@@ -148,17 +167,15 @@ def _shared_trunk(options: argparse.Namespace, processes: ExitStack) -> Path:
     return file
 
 
-def _start(
-    options: argparse.Namespace, config: Path, model: Path, agent: Agent, processes: ExitStack
-) -> "subprocess.Popen[bytes]":
-    """Start the endpoint, the runners and the training of an agent, and return the process that trains."""
+def _start(options: argparse.Namespace, config: Path, model: Path, agent: Agent, processes: ExitStack) -> list[Child]:
+    """Start the endpoint, the runners and the training of an agent; return them, the one that trains last."""
     endpoint, store = _free_port(), _free_port()
     directory, seed = agent.directory, str(options.seed + agent.number)
     weights = str(directory / "weights")
     serve = ["-m", "launch.agents.serve", "--model", str(model), "--weights", weights, "--port", str(endpoint)]
-    processes.enter_context(_process([*serve, "--seed", seed], directory / "endpoint.log"))
+    helpers = [processes.enter_context(_process([*serve, "--seed", seed], directory / "endpoint.log"))]
     run = ["-m", "launch.agents.agent", "--port", str(store), "--runners", str(options.runners)]
-    processes.enter_context(_process(run, directory / "agent.log"))
+    helpers.append(processes.enter_context(_process(run, directory / "agent.log")))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
     learn = ["-m", "launch.agents.learn", "--config", str(config), "--model", str(model), "--weights", weights]
     learn += ["--figures", str(directory / "figures.jsonl"), "--checkpoints", str(directory / "checkpoints")]
@@ -167,7 +184,7 @@ def _start(
     for name in ("batches", "tasks", "episodes", "behind", "agents", "checkpoint_every"):
         learn += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     learn += [f"--{name}" for name in ("uncorrected", "resume") if getattr(options, name)]
-    return processes.enter_context(_process([*launcher, *learn], directory / "training.log"))
+    return [*helpers, processes.enter_context(_process([*launcher, *learn], directory / "training.log"))]
 
 
 def _free_port() -> int:
@@ -177,34 +194,56 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _process(arguments: Sequence[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run Python with `arguments`, and end the process with the block."""
-    environment = {**os.environ, **QUIET}
+def _process(arguments: Sequence[str], log: Path) -> Iterator[Child]:
+    """Run Python with `arguments`. With the block, or with this process, it ends with all that it has started."""
     with log.open("ab") as output:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, env=environment)
+        begin = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **QUIET},
+            start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid()),
+        )
         try:
-            yield process
+            yield Child(process, log, begin)
         finally:
-            process.terminate()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_groups([process], END_S)
 
 
-def _follow(trainings: Sequence["subprocess.Popen[bytes]"], agents: Sequence[Agent], batches: int) -> None:
-    """Show the newest batch of each agent until all trainings end."""
+def _follow(children: Sequence[Sequence[Child]], agents: Sequence[Agent], batches: int) -> None:
+    """Show the newest batch of each agent until all trainings end.
+
+    Raises:
+        SystemExit: a training fails, or goes on without its endpoint or its runners.
+    """
     names = ["batches"] if len(agents) == 1 else [f"batches of agent {agent.number}" for agent in agents]
     with _bars(batches, names) as show:
+        lost_at: dict[int, float] = {}
         while True:
-            ended = all(training.poll() is not None for training in trainings)
+            ended = [training.process.poll() is not None for *_, training in children]
             for agent in agents:
                 for newest in agent.rows[-1:]:
                     show(agent.number, newest["number"], _line(newest))
-            if ended:
+            _check(children, lost_at)
+            if all(ended):
                 return
             time.sleep(0.2)
+
+
+def _check(children: Sequence[Sequence[Child]], lost_at: dict[int, float]) -> None:
+    """Raise SystemExit if a training has failed, or has been without one of its helpers for some time.
+
+    Runners end when training closes the store, just before it ends itself.
+    """
+    for *helpers, training in children:
+        if training.process.poll():
+            raise SystemExit(f"training failed: {training.end}")
+        lost = [] if training.process.poll() == 0 else [one for one in helpers if one.process.poll() is not None]
+        for helper in lost:
+            if time.monotonic() > lost_at.setdefault(helper.process.pid, time.monotonic()) + END_S:
+                raise SystemExit(f"training was ended, because {helper.end}")
 
 
 def _line(row: dict[str, Any]) -> str:

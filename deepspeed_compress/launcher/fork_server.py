@@ -218,13 +218,18 @@ class _Children:
             self._agent.send((rank, os.waitstatus_to_exitcode(status)))
 
 
-def _detach(parent: int) -> None:
-    """Start a new session with default signal handlers, in a process that dies with its parent."""
-    os.setsid()
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, whose process id is `parent`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _detach(parent: int) -> None:
+    """Start a new session with default signal handlers, in a process that dies with its parent."""
+    os.setsid()
+    die_with(parent)
     for number in _FORWARDED_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)

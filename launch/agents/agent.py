@@ -4,11 +4,13 @@ Nothing here knows how the policy is trained. The first rank of the training pro
 """
 
 import argparse
+import os
 from typing import Any, cast
 
 import agentlightning
 from openai import OpenAI
 
+from deepspeed_compress.launcher.fork_server import die_with
 from launch.agents.sums import Sum, reward
 
 
@@ -33,6 +35,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="port of the store")
     parser.add_argument("--runners", type=int, default=2, help="number of processes; default: 2")
     options = parser.parse_args()
+    # Agent-Lightning forks the runners, which would survive this process if it is killed.
+    os.register_at_fork(after_in_child=lambda: die_with(os.getppid()))
     strategy = agentlightning.ClientServerExecutionStrategy(
         role="runner", server_host="127.0.0.1", server_port=options.port, n_runners=options.runners
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ import deepspeed_compress
 from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.learner import Learner, LearnerSettings
 from deepspeed_compress.integrations.agent_lightning import BatchFigures, DeepSpeedAlgorithm, Endpoint, RolloutPlan
+from deepspeed_compress.launcher.fork_server import die_with
 from deepspeed_compress.rollout import DirectoryStore, Published, Publisher
 from launch.agents.agent import Adder
 from launch.agents.sums import LARGEST, Sum
@@ -66,6 +68,8 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
+    # torchrun starts ranks in sessions of their own, which would survive it if it is killed.
+    die_with(os.getppid())
     deepspeed.init_distributed()
     model = AutoModelForCausalLM.from_pretrained(options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
