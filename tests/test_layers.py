@@ -76,7 +76,7 @@ TABLE = {
     "collectives.grouped": allow("collectives compression config"),
     "collectives.channels": allow("collectives config errors"),
     "collectives.reduction": allow("collectives compression config", "torch"),
-    "collectives.weight_reduction": allow("collectives compression config", "torch"),
+    "collectives.weight_reduction": allow("collectives compression config errors", "torch"),
     "transport": allow("errors"),
     "launcher": allow(),
     "launcher.directory": allow(),

@@ -69,8 +69,8 @@ def _warn_about_unmatched(overrides: Sequence[Override], names: Sequence[str]) -
 def _warn_if_uncompressed(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
     """Emit a CompressWarning if `settings` leave no parameter of this rank compressed."""
     low_rank = find_low_rank(settings, parameters, found) if isinstance(settings, PowerSGDGradients) else None
-    left = [name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)]
-    if left or not parameters.shapes:
+    saving = {name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)}
+    if not saving.isdisjoint(parameters.trained) or not parameters.trained:
         return
     reasons = [f"min_numel {settings.min_numel}"] if settings.min_numel else []
     if low_rank is not None:
@@ -78,8 +78,9 @@ def _warn_if_uncompressed(settings: AnyCompressedGradients, parameters: Paramete
     reasons += ["overrides"] if settings.overrides else []
     reasons.append("copies of parameters on ranks outside the data-parallel group")
     warnings.warn(
-        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.shapes)} parameters of this '
-        f'rank, because of {" or ".join(reasons)}. Write smaller values, remove overrides, or set "method": "none".',
+        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.trained)} parameters '
+        f'of this rank, because of {" or ".join(reasons)}. Write smaller values, remove overrides, or set "method": '
+        '"none".',
         CompressWarning,
         stacklevel=2,
     )

@@ -15,6 +15,7 @@ class Parameters:
         shapes: shapes of this rank's parameters, by name.
         everywhere: user-facing names of the parameters of all ranks.
         excluded: names of parameters that must stay uncompressed, whatever the configuration says.
+        frozen: names of parameters that are not trained, so that they have no gradients.
         dtype: dtype of the gradients, and of uncompressed elements in messages.
         user_names: user-facing names of the parameters for which it differs from the internal name.
     """
@@ -24,11 +25,17 @@ class Parameters:
     excluded: frozenset[str] = frozenset()
     dtype: torch.dtype = torch.float32
     user_names: Mapping[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
     @cached_property
     def widths(self) -> dict[str, int]:
         """Return the row length of each matrix. All dimensions after the first are flattened into one."""
         return {name: int(torch.Size(shape[1:]).numel()) for name, shape in self.shapes.items() if len(shape) > 1}
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of the trained parameters, in order."""
+        return tuple(name for name in self.shapes if name not in self.frozen)
 
     def numel(self, name: str) -> int:
         return int(torch.Size(self.shapes[name]).numel())

@@ -1,10 +1,13 @@
 """Builds the communication of weights for the settings in force."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
@@ -14,10 +17,37 @@ from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Cast
-from deepspeed_compress.config import CompressedWeights
+from deepspeed_compress.config import SECTION, CompressedWeights
+from deepspeed_compress.errors import CompressWarning
 
 LEVEL = 3
 """Level of the reducer of gathered weights (see `Messages`). Lower levels belong to gradients."""
+
+
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def find_rounded(
+    settings: CompressedWeights, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor]
+) -> frozenset[str]:
+    """Return the names of the parameters that are rounded when they are gathered: numbers that are trained, or named.
+
+    Packed codes, which frozen parameters may hold in any dtype, are data and not numbers. So frozen parameters are
+    rounded only on request, and those that are known to be packed, or have a dtype that nothing trains, never.
+
+    Args:
+        settings: the settings of weights, which name frozen parameters by `frozen`.
+        trained: the parameters that the optimizer trains, by name.
+        frozen: all others.
+    """
+    candidates = {**(frozen if settings.frozen else {}), **trained}
+    dtypes = {parameter.dtype for parameter in trained.values()}.intersection(_NUMBERS)
+    return frozenset(name for name, one in candidates.items() if one.dtype in dtypes and _is_plain(one))
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Return True if the elements are the values: no subclass interprets them, and no state describes their packing."""
+    return type(parameter) in (Tensor, Parameter) and getattr(parameter, "quant_state", None) is None
 
 
 @dataclass(frozen=True)
@@ -59,3 +89,14 @@ class WeightReduction:
         channel_of = {name: index for name, index in place.items() if name not in raw}
         messages = Messages(channels, channel_of, LEVEL)
         return PayloadReducer(Link(group), messages, self.run, traffic="bytes_weights")
+
+
+def warn_without_frozen(weights: WeightReduction, rounded: frozenset[str]) -> None:
+    """Emit a CompressWarning if `frozen` is set, and none of the parameters `rounded` is frozen."""
+    frozen = weights.parameters.frozen
+    if weights.settings.frozen and rounded.isdisjoint(frozen):
+        text = (
+            f"/{SECTION}/weights/frozen: true has no effect, because none of the {len(frozen)} frozen parameters holds "
+            "plain numbers of a type that is trained (allowed: false); remove the key"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=2)

@@ -44,6 +44,7 @@ def find_mismatches(
         *find_unknown_length(ds_config, section),
         *find_empty_choice(ds_config, section),
         *_overlap_unavailable(ds_config, section),
+        *_frozen_unavailable(ds_config, section),
         *_guard_needs_norms(ds_config, section),
         *_ownership_unavailable(ds_config, section),
         *find_island_mismatches(ds_config, section, world_size),
@@ -207,6 +208,15 @@ def _overlap_unavailable(ds_config: Mapping[str, Any], section: CompressConfig) 
         pipeline = f"{pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline}"
         what = f"true cannot be combined with {pipeline}, whose tied layers run without being called"
         yield problem(("weights", "overlap"), f"{what} (allowed: false)", 'false, or "pipeline": 1')
+
+
+def _frozen_unavailable(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """Check that frozen weights are sent, which only ZeRO 3 does."""
+    weights, parallelism = section.weights, section.parallelism or Parallelism()
+    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
+    if isinstance(weights, CompressedWeights) and weights.frozen and stage != 3:
+        what = f"true has no effect with {place}: {stage}, which never sends frozen weights (allowed: false)"
+        yield problem(("weights", "frozen"), what, f"false, or 3 at {place}")
 
 
 def _guard_needs_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:

@@ -19,7 +19,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
 """Keys of every method."""
 _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
 """Keys that are kept when the method changes, if the new method has them."""
-_SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap"})
+_SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap", "frozen"})
 """The same for weights; uncompressed weights have none of them."""
 _SHOWN = ("bits", "levels", "density", "rank")
 _IMPLIED: Mapping[str, Mapping[str, int]] = {"sign": {"levels": 2}}

@@ -298,8 +298,11 @@ class CompressedWeights(methods.MethodConfig):
     min_numel: int = Field(default=0, ge=0)
     """Parameters with fewer elements are sent uncompressed, in the same messages; 0 compresses all."""
     overlap: bool = False
-    """Start the next forward pass before all weights have arrived; each module waits for its own. Only for ZeRO 1 and 2
-    on CPU, and not for programs that read parameters between a step and the next forward pass."""
+    """Start the next forward pass before all weights have arrived; each module waits for its own. Only for ZeRO 1 and
+    2, and not for programs that read parameters between a step and the next forward pass."""
+    frozen: bool = False
+    """Round frozen parameters too, where they are gathered (ZeRO 3 and FSDP2). Packed codes, and types other than those
+    that are trained, travel exactly all the same."""
 
 
 class BlockwiseWeights(CompressedWeights, methods.BlockwiseConfig):

@@ -15,7 +15,7 @@ THIRDS = (0.2, 0.8, 1.0)
 """Ends of three phases that leave out `until`."""
 FIXED = ("error_feedback", "hierarchy", "memory")
 """Keys of gradients that are fixed for a whole run."""
-FIXED_OF_WEIGHTS = frozenset({"min_numel", "overlap"})
+FIXED_OF_WEIGHTS = frozenset({"min_numel", "overlap", "frozen"})
 """Keys of weights that are fixed for a whole run."""
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.parameters import Parameters
@@ -97,20 +97,20 @@ def gradient_texts(
     Args:
         session: the session of the run.
         parameters: the model's parameters.
-        partitions: cut of one bucket with all parameters of each group of ranks.
+        partitions: cut of one bucket with all trained parameters of each group of ranks.
         everywhere: reduce to all ranks instead of to the owners.
         alone: bytes that the engine sends without compression.
         times: reductions per step.
     """
-    total = sum(parameters.numel(name) for name in parameters.shapes)
+    total = sum(map(parameters.numel, parameters.trained))
     raw = {name for one in partitions for name in uncompressed(session.gradients.chosen_reducer(LATE, one), one)}
     costs = [mean_cost(session, partition, everywhere) for partition in partitions]
     sent, kept = sum(one.sent for one in costs), sum(one.kept for one in costs)
     share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
-    count = len(parameters.shapes)
+    count, frozen = len(parameters.trained), len(parameters.shapes) - len(parameters.trained)
     return [
         f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} "
-        "are excluded",
+        f"are excluded{f', {frozen} are frozen' if frozen else ''}",
         f"rank 0 sends about {size(times * sent)} of gradients a step, uncompressed {size(alone)}",
         f"residuals take up to {size(kept)}",
     ]
@@ -120,23 +120,34 @@ def weight_text(
     weights: CompressedWeights,
     parameters: Parameters,
     gathered: Iterable[tuple[Collection[str], int]],
-    itemsize: int,
+    sizes: Mapping[str, int],
     when: str,
+    rounded: Collection[str],
 ) -> str:
-    """Return a text on the bytes of weights that a rank sends `when` they are gathered.
+    """Return a text on the bytes of weights that a rank sends `when` they are gathered, and on those sent exactly.
 
     Args:
         weights: the settings.
         parameters: the model's parameters.
         gathered: names of the parameters that are gathered over the same ranks, with the number of these ranks.
-        itemsize: bytes of an uncompressed element.
+        sizes: bytes of each uncompressed parameter.
         when: occasion on which they are gathered.
+        rounded: names of the parameters that are not data to be kept exactly.
     """
-    sent = alone = 0
+    sent = alone = exact = 0
+    small = parameters.uncompressed(weights.min_numel)
     for names, ranks in gathered:
-        numels = {name: parameters.numel(name) for name in names}
-        raw = sum(numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys())
-        coded = weights.compressor().payload_bytes(sum(numels.values()) - raw)
-        sent += ring_all_gather(coded + raw * itemsize, ranks)
-        alone += ring_all_gather(sum(numels.values()) * itemsize, ranks)
-    return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"
+        raw = sum(sizes[name] for name in names if name in small or name not in rounded)
+        coded = sum(parameters.numel(name) for name in names if name in rounded and name not in small)
+        sent += ring_all_gather(weights.compressor().payload_bytes(coded) + raw, ranks)
+        alone += ring_all_gather(sum(sizes[name] for name in names), ranks)
+        exact += ring_all_gather(sum(sizes[name] for name in names if name not in rounded), ranks)
+    text = f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"
+    return text + (f"; {size(exact)} of them are {_why_exact(weights)}" if exact else "")
+
+
+def _why_exact(weights: CompressedWeights) -> str:
+    """Return a text on the weights that are not rounded."""
+    if weights.frozen:
+        return "packed, or of a type that is not trained, and travel exactly"
+    return 'frozen and travel exactly (in weights, "frozen": true rounds those that are not packed)'

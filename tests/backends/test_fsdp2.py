@@ -528,6 +528,67 @@ def test_weights_are_rounded_equally_on_all_ranks_and_only_in_training(
         assert all(found["exact"])
 
 
+class Adapted(Watched):
+    """Layer whose unit also has a frozen matrix, and packed codes in the dtype of what is trained; some are NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(31, 17)
+        self.frozen = nn.Parameter(torch.randn(17, 17), requires_grad=False)
+        codes = torch.randint(0, 256, (31, 40), dtype=torch.uint8)
+        codes[0] = 255
+        self.codes = nn.Parameter(codes.view(torch.float32), requires_grad=False)
+        self.seen = []
+
+
+class Packed(nn.Module):
+    """Layer of packed codes alone, which passes its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(0, 256, (31, 7), dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.codes.detach().clone()
+        return x
+
+
+def adapt(model: Branches) -> None:
+    model.left, model.packed = Adapted(), Packed()
+    model.left.register_forward_pre_hook(lambda module, inputs: model.packed(*inputs))
+
+
+def gathered_exactly(rank: int, weights: Mapping[str, Any]) -> list[set[str]]:
+    """Return the parameters that forward and backward of each step see exactly, and all ranks alike."""
+    start()
+    given = {"gradients": {"method": "none"}, "weights": weights}
+    model, optimizer, _ = Setting(given, prepare=adapt, units=("packed", "left")).build()
+    found = []
+    for step in range(3):
+        true = true_weights(model)
+        model.packed.reshard()
+        codes = model.packed.codes.full_tensor().clone()
+        model.left.seen.clear()
+        plain(model, rank, step)
+        forward, backward = ({n: p.view(torch.uint8) for n, p in seen.items()} for seen in model.left.seen)
+        assert all(torch.equal(forward[n], backward[n]) for n in true)
+        assert all(map(same_on_all, forward.values()))
+        found.append({n for n in true if torch.equal(forward[n], true[n].view(torch.uint8))})
+        found[-1] |= {"packed"} if torch.equal(model.packed.seen, codes) else set()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS["weights"], {**WEIGHTS["weights"], "bits": 8}], ids=["4 bits", "8 bits"])
+def test_weights_that_are_not_trained_are_gathered_exactly(weights: Mapping[str, Any]) -> None:
+    assert run_forks(3, gathered_exactly, weights) == [[{"frozen", "codes", "packed"}] * 3] * 3
+
+
+def test_frozen_weights_are_rounded_if_they_are_named() -> None:
+    weights = {**WEIGHTS["weights"], "frozen": True}
+    assert run_forks(2, gathered_exactly, weights) == [[{"packed"}] * 3] * 2
+
+
 def by_method(model: Any, rank: int) -> Tensor:
     """Evaluate by a method other than `forward`, as `generate` of a language model."""
     model.__class__.generate = lambda self, x: self.forward(x)

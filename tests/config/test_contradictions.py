@@ -409,3 +409,12 @@ def test_activations_without_effect(section: dict[str, Any], file: dict[str, Any
 def test_activations_that_may_have_an_effect(section: dict[str, Any]) -> None:
     """A program may divide its model by itself, which the file does not show."""
     assert find_problems({SECTION: section}) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_only_zero_3_sends_frozen_weights(stage: int) -> None:
+    section = parse_section({SECTION: {"weights": {"bits": 8, "frozen": True}}})
+    [problem] = find_mismatches(zero(stage=stage), section)
+    assert problem.pointer == f"/{SECTION}/weights/frozen"
+    assert f"true has no effect with /zero_optimization/stage: {stage}" in problem.message
+    assert find_mismatches(zero(stage=3), section) == []

@@ -1,15 +1,17 @@
 """Startup announcement: one line with the settings and the bytes to be sent and kept, and warnings about the engine."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
+from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
 from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
@@ -125,7 +127,7 @@ def announcement(
 def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) -> list[str]:
     """Return the texts on what a rank sends to other nodes: its share of the model's gradients, once a step."""
     within = nodes.get_data_parallel_world_size()
-    shares = [(name, -(-parameters.numel(name) // within)) for name in parameters.shapes]
+    shares = [(name, -(-parameters.numel(name) // within)) for name in parameters.trained]
     partition = one_bucket(shares, nodes.count, apart=False)
     alone = ring_all_reduce(partition.numel * parameters.dtype.itemsize, nodes.count)
     if session.config.gradients.method == "none":
@@ -138,31 +140,61 @@ def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -
     if config.gradients.method != "none":
         parts += _gradients(engine, session, parameters, kind)
     if isinstance(config.weights, CompressedWeights):
-        gathered, itemsize = _averaged(engine, parameters), engine.get_data_types()[0].itemsize
-        when = "each time they are gathered" if kind == "zero_3" else "a step"
-        parts.append(weight_text(config.weights, parameters, gathered, itemsize, when))
-    elif parts and engine.zero_optimization_stage() in _SEND_WEIGHTS and config.islands is None:
-        parts.append(_plain_weights(engine, parameters))
+        parts.append(_compressed_weights(engine, config.weights, parameters, kind))
+    elif parts and engine.zero_optimization_stage() in _PLAIN_WEIGHTS and config.islands is None:
+        parts.append(_PLAIN_WEIGHTS[engine.zero_optimization_stage()](engine, parameters))
     return parts
 
 
-_SEND_WEIGHTS = (1, 2)
-"""ZeRO stages that gather updated weights in every step, and whose gathers can be compressed."""
+def _compressed_weights(engine: Any, weights: CompressedWeights, parameters: Parameters, kind: str) -> str:
+    every = kind == "zero_3"
+    names = parameters.shapes if every else parameters.trained
+    when = "each time they are gathered" if every else "a step"
+    rounded = rounded_parameters(engine, weights) if every else parameters.trained
+    return weight_text(weights, parameters, _averaged(engine, names), _weight_bytes(engine), when, rounded)
+
+
+def _weight_bytes(engine: Any) -> dict[str, int]:
+    """Return the bytes of each uncompressed parameter, which ZeRO 3 may gather in another dtype."""
+    return {
+        name: one.ds_numel * get_allgather_dtype(one, one.ds_tensor).itemsize if hasattr(one, "ds_id") else one.nbytes
+        for one, name in engine.param_names.items()
+    }
+
+
+def _ring_bytes(engine: Any, names: Collection[str]) -> int:
+    """Return the bytes that a rank sends to gather the parameters `names` uncompressed."""
+    sizes = _weight_bytes(engine)
+    return sum(ring_all_gather(sum(sizes[name] for name in some), ranks) for some, ranks in _averaged(engine, names))
 
 
 def _plain_weights(engine: Any, parameters: Parameters) -> str:
-    itemsize = engine.get_data_types()[0].itemsize
-    sent = sum(
-        ring_all_gather(sum(map(parameters.numel, names)) * itemsize, ranks)
-        for names, ranks in _averaged(engine, parameters)
+    sent = size(_ring_bytes(engine, parameters.trained))
+    return f'weights travel uncompressed: {sent} a step; add "weights": {{"bits": 4}}'
+
+
+def _plain_weights_3(engine: Any, parameters: Parameters) -> str:
+    every, frozen = (_ring_bytes(engine, names) for names in (parameters.shapes, parameters.frozen))
+    of_frozen = f", {size(frozen)} of them frozen" if frozen else ""
+    named = ', "frozen": true' if frozen else ""
+    return (
+        f"weights travel uncompressed: {size(every)} each time that forward or backward gathers them{of_frozen} "
+        f'("weights": {{"bits": 8{named}}} sends numbers rounded)'
     )
-    return f'weights travel uncompressed: {size(sent)} a step; add "weights": {{"bits": 4}}'
+
+
+_PLAIN_WEIGHTS: Mapping[int, Callable[[Any, Parameters], str]] = {
+    1: _plain_weights,
+    2: _plain_weights,
+    3: _plain_weights_3,
+}
+"""Texts on uncompressed weights that could be compressed, by ZeRO stage."""
 
 
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
     partitions = [
         one_bucket([(name, parameters.numel(name)) for name in names], ranks, apart=kind == "zero_3")
-        for names, ranks in _averaged(engine, parameters)
+        for names, ranks in _averaged(engine, parameters.trained)
     ]
     # ZeRO 2 and 3 reduce in every micro-step. Only ZeRO 3, and not on gloo, reduces directly to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
@@ -172,10 +204,10 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     return gradient_texts(session, parameters, partitions, kind == "zero_0", alone, times)
 
 
-def _averaged(engine: Any, parameters: Parameters) -> Iterator[tuple[list[str], int]]:
-    """Yield the names of the parameters that are averaged over the same ranks, and the number of these ranks."""
+def _averaged(engine: Any, names: Collection[str]) -> Iterator[tuple[list[str], int]]:
+    """Yield those of `names` whose parameters are averaged over the same ranks, and the number of these ranks."""
     experts = expert_names(engine)
-    separate = {name for names in experts.values() for name in names}
-    yield [name for name in parameters.shapes if name not in separate], reduction_group(engine).size()
-    for group, names in experts.items():
-        yield names, engine.expert_data_parallel_group[group].size()
+    separate = {name for some in experts.values() for name in some}
+    yield [name for name in names if name not in separate], reduction_group(engine).size()
+    for group, some in experts.items():
+        yield [name for name in some if name in names], engine.expert_data_parallel_group[group].size()

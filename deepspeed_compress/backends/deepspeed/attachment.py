@@ -1,7 +1,7 @@
 """Description of an engine for the parts of its session."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def find_parameters(engine: Any) -> Parameters:
     user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
     # Each pipeline stage has a part of the model, so only all of them together show whether an override matches
     # nothing.
-    every_name = gather_objects(list(user_names.values()))
+    trained = {engine.param_names[parameter] for parameter in _trained(engine)}
+    every_name = gather_objects([user_names[name] for name in user_names if name in trained])
     in_nodes = node_unit(engine) is not None
     dtype = engine.optimizer.gradient_accumulation_dtype if in_nodes else _RAW_DTYPE[engine_kind(engine)](engine)
     return Parameters(
@@ -38,7 +39,20 @@ def find_parameters(engine: Any) -> Parameters:
         excluded=frozenset(shared_parameters(engine)),
         dtype=dtype,
         user_names=user_names,
+        frozen=frozenset(engine.param_names.values()) - trained,
     )
+
+
+def _trained(engine: Any) -> Iterator[Any]:
+    """Yield the parameters whose gradients are reduced: those that ZeRO has taken, or all that require gradients."""
+    groups = _TRAINED.get(engine_kind(engine))
+    if groups is not None:
+        return (parameter for group in getattr(engine.optimizer, groups) for parameter in group)
+    return (parameter for parameter in engine.param_names if parameter.requires_grad)
+
+
+_TRAINED: Mapping[str, str] = {"zero_12": "bit16_groups", "zero_3": "fp16_groups"}
+"""Attribute of DeepSpeed's optimizer with its groups of trained parameters, by kind of engine."""
 
 
 def describe(engine: Any, config: CompressConfig, island: IslandUnit | None, parameters: Parameters) -> Attachment:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from deepspeed_compress.backends.announce import announce
 from deepspeed_compress.backends.fsdp2.gradients import compress_gradients, count_gradients, uncompressed_bytes
 from deepspeed_compress.backends.fsdp2.limits import find_division_limits, find_gradient_limits, find_weight_limits
-from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units
+from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units, gather_dtype
 from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
 from deepspeed_compress.backends.groups import find_place_in, make_group, make_hybrid_groups, number_alike
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
@@ -27,9 +27,9 @@ from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.reduction import Groups
-from deepspeed_compress.collectives.weight_reduction import WeightReduction
+from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
 from deepspeed_compress.compression.state_description import Position
-from deepspeed_compress.config import CompressConfig, CompressedWeights
+from deepspeed_compress.config import CompressConfig, CompressedWeights, WeightsConfig
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.announced import gradient_texts, weight_text
@@ -80,7 +80,10 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     session = attached.session
     exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
     check = exchange(divided.units, divided.ranks, attached)
-    gathers = Gathers(model, divided.units, divided.ranks, session, divided.rounding(session))
+    weights, rounded = divided.rounding(session), divided.rounded(session.config.weights)
+    if weights is not None:
+        warn_without_frozen(weights, rounded)
+    gathers = Gathers(model, divided.units, divided.ranks, session, weights, rounded)
     hook = partial(_check, (check, gathers.check))
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
     for unit in divided.units:
@@ -149,6 +152,20 @@ class _Divided:
         weights, run = session.config.weights, Run(session.clock, session.meter, session.config.seed)
         return WeightReduction(weights, self.gathered, run) if isinstance(weights, CompressedWeights) else None
 
+    def gathered_bytes(self) -> dict[str, int]:
+        """Return the bytes of each parameter in an exact gather."""
+        dtypes = {name: gather_dtype(one) for unit in self.units for name, one in unit.parameters()}
+        return {name: self.gathered.numel(name) * dtype.itemsize for name, dtype in dtypes.items()}
+
+    def rounded(self, weights: WeightsConfig) -> frozenset[str]:
+        """Return the names of the parameters that are rounded when they are gathered."""
+        if not isinstance(weights, CompressedWeights):
+            return frozenset()
+        trained = {name for unit in self.units for name in unit.trained()}
+        local = {name: one._sharded_local_tensor for unit in self.units for name, one in unit.parameters()}
+        frozen = {name: one for name, one in local.items() if name not in trained}
+        return find_rounded(weights, {name: local[name] for name in trained}, frozen)
+
 
 def _hybrid_groups(shard: ProcessGroup, replicate: ProcessGroup, whole: ProcessGroup, config: CompressConfig) -> Groups:
     return make_hybrid_groups(shard, replicate, whole)
@@ -158,7 +175,11 @@ def _described(parameters: Mapping[str, Parameter], units: Sequence[Unit], dtype
     shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
     names = {name: user_name(parameter, name) for name, parameter in parameters.items()}
     return Parameters(
-        {name: shapes[name] for name in parameters}, sorted(names.values()), dtype=dtype, user_names=names
+        {name: shapes[name] for name in parameters},
+        sorted(names.values()),
+        dtype=dtype,
+        user_names=names,
+        frozen=frozenset(name for name, one in parameters.items() if not one.requires_grad),
     )
 
 
@@ -173,7 +194,7 @@ def _limits(divided: _Divided, section: CompressConfig, optimizer: Optimizer) ->
     if section.gradients.method != "none":
         yield from find_gradient_limits(units, ranks, section)
     if isinstance(weights, CompressedWeights):
-        yield from find_weight_limits(units, weights)
+        yield from find_weight_limits(units, weights, divided.rounded(weights))
 
 
 def _check(checks: Sequence[Callable[[], None]], model: nn.Module, inputs: object) -> None:
@@ -199,7 +220,6 @@ def _figures(divided: _Divided, session: Session) -> list[str]:
         ]
         texts += gradient_texts(session, trained, [one_bucket(sizes, shards, apart=True)], False, sum(alone))
     if isinstance(config.weights, CompressedWeights):
-        itemsize = max(dtype.itemsize for unit in divided.units for dtype in unit.gather_dtypes())
-        names, when = list(divided.gathered.shapes), "each time they are gathered"
-        texts.append(weight_text(config.weights, divided.gathered, [(names, shards)], itemsize, when))
+        when, rounded, each = "each time they are gathered", divided.rounded(config.weights), divided.gathered_bytes()
+        texts.append(weight_text(config.weights, divided.gathered, [(list(each), shards)], each, when, rounded))
     return texts

@@ -72,8 +72,8 @@ def _wrong_copies(ranks: Ranks, config: CompressConfig) -> Iterator[str]:
         yield f"/{SECTION}/monitor/cosine_every: {what}. Write 0"
 
 
-def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights) -> Iterator[str]:
-    """Yield what is wrong with `weights`, or with the dtypes that `units` gather."""
+def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights, rounded: frozenset[str]) -> Iterator[str]:
+    """Yield what is wrong with `weights`, or with what `units` gather together with any of the parameters `rounded`."""
     place, found = f"/{SECTION}/weights", weights.model_dump(include={"method", "bits", "rounding"})
     if (found["method"], found.get("rounding")) != ("blockwise", "nearest") or found.get("bits", 0) < 4:
         why = (
@@ -83,7 +83,7 @@ def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights) -> Ite
     if weights.overlap:
         what = "true has no effect with FSDP2, which prefetches weights itself (allowed: false)"
         yield f"{place}/overlap: {what}. Write false"
-    for unit in units:
+    for unit in (unit for unit in units if not rounded.isdisjoint(unit.names)):
         dtypes = sorted(map(str, unit.gather_dtypes()))
         if len(dtypes) > 1 or not unit.gather_dtypes() <= set(_GATHERED):
             what = f"{unit.names[0]} and the parameters gathered with it have the dtypes {', '.join(dtypes)}"

@@ -98,7 +98,7 @@ class Unit:
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the weights in a gather. Several dtypes are sent as bytes."""
-        return {_gather_dtype(one) for _, one in self.parameters()}
+        return {gather_dtype(one) for _, one in self.parameters()}
 
     def with_gradients(self) -> tuple[str, ...]:
         """Return the parameters whose gradients `FSDPParamGroup.post_backward` would reduce now."""
@@ -124,7 +124,8 @@ def _reduce_dtype(parameter: Any) -> torch.dtype:
     return found
 
 
-def _gather_dtype(parameter: Any) -> torch.dtype:
+def gather_dtype(parameter: Any) -> torch.dtype:
+    """Return the dtype of a parameter (`FSDPParam`) in a gather."""
     own: torch.dtype = parameter.sharded_param.dtype
     return (parameter.mp_policy.param_dtype or own) if own.is_floating_point else own
 

@@ -3,13 +3,15 @@
 No rank keeps gathered weights, so there is nothing to take a difference to. Instead, the weights themselves are
 rounded, while the shards that the optimizer updates stay exact, and every gather of a step rounds them alike (ZeRO++,
 arXiv:2306.10209, section 3.1, uses 8 bits). Gathers are exact in evaluation mode and in steps that send everything
-uncompressed.
+uncompressed. Parameters that are not rounded (see `find_rounded`) are gathered by FSDP2 in a message of their own.
 """
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,20 +21,27 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
 from deepspeed_compress.backends.groups import make_group
-from deepspeed_compress.collectives.buckets import Partition, partition_by_owners
+from deepspeed_compress.collectives.buckets import Partition, partition_by_owners, select
 from deepspeed_compress.collectives.payload import PendingGather
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
+from deepspeed_compress.compression.segments import Segment, scatter
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.session.session import Session
 
 
+class _Pending(Protocol):
+    """A gather in progress."""
+
+    def wait(self) -> Any: ...
+
+
 class _Waited(dist.Work):
     """A gather in progress, in the form that FSDP2 waits for."""
 
-    def __init__(self, pending: PendingGather) -> None:
+    def __init__(self, pending: _Pending) -> None:
         super().__init__()
-        self._pending: PendingGather | None = pending
+        self._pending: _Pending | None = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         pending, self._pending = self._pending, None
@@ -42,14 +51,47 @@ class _Waited(dist.Work):
         return True
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A gather of some `segments` of `output` into `values`, one after the other. `pending` is None if it is over."""
+
+    pending: _Pending | None
+    values: Tensor
+    segments: Sequence[Segment]
+    output: Tensor
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        scatter(self.values, self.segments, self.output)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The gathers of all parts of a buffer."""
+
+    parts: Sequence[_Part]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+
 class Gathers:
-    """Gathers of the weights of `model`, rounded by `weights`; if that is None, exact and only counted."""
+    """Gathers of the weights of `model`, in which `weights` rounds the parameters `rounded`; if None, only counted."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, session: Session, weights: WeightReduction | None
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        session: Session,
+        weights: WeightReduction | None,
+        rounded: frozenset[str],
     ) -> None:
         self._model = model
         self.session = session
+        self.rounded = rounded
         self._group = None if weights is None else make_group(dist.get_process_group_ranks(ranks.shard))
         self._reducer = None if weights is None else cache(weights.rounding_reducer)
         self._shard = ranks.shard
@@ -99,6 +141,11 @@ class Gathers:
         """
         return self.rounds and group.group_name == self._shard.group_name
 
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks that share the weights."""
+        return self._shard.size()
+
     def start(self, weights: Tensor, partition: Partition) -> PendingGather:
         """Start to gather `weights`, cut by `partition`, with rounding."""
         assert self._reducer is not None
@@ -110,6 +157,8 @@ class _Gather(AllGather):
 
     def __init__(self, unit: Unit, gathers: Gathers, theirs: AllGather) -> None:
         self.unit, self.theirs, self._gathers = unit, theirs, gathers
+        self._names = gathers.rounded & set(unit.names)
+        """Names of the parameters that are rounded."""
         self._rounded = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,20 +169,33 @@ class _Gather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Write the parts of all ranks of `group` to `output_tensor`. `input_tensor` is this rank's part."""
-        if not self._gathers.rounds_over(group):
+        if not self._names or not self._gathers.rounds_over(group):
             self._rounded = self._rounded and self._gathers.rounds
-            self._gathers.session.meter.count("bytes_weights", input_tensor.nbytes * (group.size() - 1))
-            return self.theirs(output_tensor, input_tensor, group, async_op)
+            return self._exact(output_tensor, input_tensor, group, async_op)
         self._rounded = self._gathers.has_rounded = True
         mine = output_tensor[group.rank() * input_tensor.numel() :][: input_tensor.numel()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        pending = self._gathers.start(output_tensor, self._partition(group.size()))
+        pending = self._start(output_tensor, group)
         if output_tensor.device.type == "cpu":
             # Only this lets the gather overlap with computation.
             return _Waited(pending)
         pending.wait()
         return None
+
+    def _exact(self, output: Tensor, mine: Tensor, group: ProcessGroup, async_op: bool) -> dist.Work | None:
+        self._gathers.session.meter.count("bytes_weights", mine.nbytes * (group.size() - 1))
+        return self.theirs(output, mine, group, async_op)
+
+    def _start(self, output: Tensor, group: ProcessGroup) -> _Pending:
+        """Start to gather `output`, of which this rank's part is there."""
+        exact, rounded, partition = self._split
+        if not exact:
+            return self._gathers.start(output, partition)
+        mine = _copy(output, [segment for segment in exact if segment.owner == group.rank()])
+        every, values = output.new_empty(mine.numel() * group.size()), _copy(output, rounded)
+        first = _Part(self._exact(every, mine, group, async_op=True), every, exact, output)
+        return _Parts([first, _Part(self._gathers.start(values, partition), values, rounded, output)])
 
     def forget(self) -> None:
         """Reshard the weights if the gathered ones are rounded."""
@@ -141,9 +203,18 @@ class _Gather(AllGather):
             self.unit.module.reshard()
             self._rounded = False
 
-    def _partition(self, ranks: int) -> Partition:
+    @cached_property
+    def _split(self) -> tuple[Sequence[Segment], Sequence[Segment], Partition]:
+        """Return the exact and the rounded segments of the buffer, and the partition of the latter."""
         shares = tuple((name, one._sharded_param_data.numel()) for name, one in self.unit.parameters())
-        return partition_by_owners(shares, ranks)
+        whole = partition_by_owners(shares, self._gathers.ranks)
+        exact, _ = select(whole, lambda segment: segment.parameter not in self._names)
+        return exact, *select(whole, lambda segment: segment.parameter in self._names)
+
+
+def _copy(buffer: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Return a copy of the elements of `segments`, one after the other, in the dtype of `buffer`."""
+    return torch.cat([buffer.narrow(0, segment.offset, segment.numel) for segment in segments])
 
 
 def is_gathered_by_us(unit: Unit) -> bool:

@@ -120,6 +120,11 @@ def _limits_of_weights(chunks: Sequence[Any], optimizer: Any, config: CompressCo
             f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false), which decides it by "
             "overlap_param_gather; write that there, and remove the key"
         )
+    if config.weights.frozen:
+        yield (
+            f"/{SECTION}/weights/frozen: true has no effect with Megatron (allowed: false), which never sends frozen "
+            "weights; remove the key"
+        )
     sources = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         yield f"{where} has no effect without use_distributed_optimizer: no weights are sent. {remedy}, or use it"

@@ -3,13 +3,14 @@
 import contextlib
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from deepspeed_compress.compression.residuals import Residuals
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start
+from tests.support.jobs import Job, data, make_engine, network, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
 SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed/announce.py")
@@ -22,19 +23,19 @@ FIGURES = re.compile(
 Seen = tuple[str, dict[str, float]]
 
 
-def begin(job: Job) -> tuple[Any, str]:
+def begin(job: Job, make: Callable[[Job], Any] = start) -> tuple[Any, str]:
     """Return an engine, and the lines of this package on standard error from its creation."""
     written = io.StringIO()
     with contextlib.redirect_stderr(written):
-        engine = start(job)
+        engine = make(job)
     return engine, "\n".join(line for line in written.getvalue().splitlines() if line.startswith("deepspeed_compress"))
 
 
-def measure(rank: int, *jobs: Job) -> list[Seen]:
+def measure(rank: int, *jobs: Job, make: Callable[[Job], Any] = start) -> list[Seen]:
     """Return the line, and means over the steps of the bytes sent and kept."""
     found = []
     for job in jobs:
-        engine, line = begin(job)
+        engine, line = begin(job, make)
         seen: list[Any] = []
         engine.compression.subscribe(seen.append)
         run(engine, data(rank, job))
@@ -147,3 +148,44 @@ def test_uncompressed_weights_are_announced_with_their_size() -> None:
     for found, seen in zip(matches, sent, strict=True):
         if found is not None:
             assert float(found[1].replace(",", "")) == pytest.approx(seen["bytes_weights"], rel=0.05)
+
+
+def partly_frozen(job: Job) -> Any:
+    """Return an engine that trains 57 of 1,004 weights."""
+    model = network()
+    model[:4].requires_grad_(False)
+    return make_engine(model, job.config())
+
+
+def measure_frozen(rank: int, *jobs: Job) -> list[Seen]:
+    return measure(rank, *jobs, make=partly_frozen)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_residuals() -> None:
+    gradients = {"bits": 4, "block_size": 32}
+    for stage, (line, seen) in enumerate(
+        run_forks(2, measure_frozen, *(job(stage, gradients) for stage in range(4)))[0]
+    ):
+        assert "3 of 3 parameters are compressed (100.0% of the elements), 0 are excluded, 4 are frozen" in line, stage
+        compare(line, seen)
+
+
+def test_frozen_weights_of_zero_3_are_announced() -> None:
+    """A frozen parameter travels in every gather, exactly unless it is named."""
+    gradients, rounded = {"bits": 4, "block_size": 32}, {"bits": 8, "block_size": 32}
+    jobs = [
+        Job(3, {"gradients": gradients, "weights": weights}, zero=WHOLE)
+        for weights in ({"method": "none"}, rounded, {**rounded, "frozen": True})
+    ]
+    (plain, exact), (some, trained), (named, every) = run_forks(2, measure_frozen, *jobs)[0]
+    assert (
+        "weights travel uncompressed: 2,008 bytes each time that forward or backward gathers them, 1,894 bytes of them "
+        'frozen ("weights": {"bits": 8, "frozen": true} sends numbers rounded)'
+    ) in plain
+    assert '1,894 bytes of them are frozen and travel exactly (in weights, "frozen": true' in some
+    assert "exactly" not in named
+    for line, seen in ((some, trained), (named, every)):
+        found = re.search(r"about ([\d,]+) bytes of weights each time they are gathered, uncompressed ([\d,]+)", line)
+        sent, alone = (float(figure.replace(",", "")) for figure in found.groups())
+        # Some weights are gathered twice in a step, in forward and in backward.
+        assert sent / alone == pytest.approx(seen["bytes_weights"] / exact["bytes_weights"], rel=0.1)

@@ -4,6 +4,10 @@ No rank keeps what it gathers, so there is no common base for differences. The w
 as in ZeRO++ with 8 bits (arXiv:2306.10209, section 3.1). The master weights stay exact, and every gather of a step
 quantizes them alike. The function is replaced while the parameter coordinator starts the gathers of a submodule in
 training. All other gathers (`GatheredParameters`, saving, evaluation) are exact.
+
+Parameters that are not rounded (see `find_rounded`) are gathered by DeepSpeed in a message of their own, whose bits
+nothing touches. Which they are is decided when the engine is attached, so all ranks send the same messages in the same
+order.
 """
 
 from collections.abc import Sequence
@@ -12,14 +16,15 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, get_allgather_dtype
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
 from deepspeed_compress.collectives.buckets import partition_by_owners
 from deepspeed_compress.collectives.payload import PendingGather
-from deepspeed_compress.collectives.weight_reduction import WeightReduction
+from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
+from deepspeed_compress.config import CompressedWeights
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.session import Session
 
@@ -50,6 +55,14 @@ def check_weights_3(engine: Any) -> None:
                 f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {found} (allowed: "
                 f"{off}); remove one of the two"
             )
+
+
+def rounded_parameters(engine: Any, settings: CompressedWeights) -> frozenset[str]:
+    """Return the names of the parameters that are rounded when forward and backward gather them."""
+    names = engine.param_names
+    trained = {names[parameter]: parameter for group in engine.optimizer.fp16_groups for parameter in group}
+    frozen = {name: parameter for parameter, name in names.items() if name not in trained}
+    return find_rounded(settings, trained, frozen)
 
 
 def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) -> None:
@@ -89,6 +102,8 @@ class _Gathers:
         self._compressing = False
         self._module = engine.module
         self._names = engine.param_names
+        self._rounded = rounded_parameters(engine, weights.settings)
+        warn_without_frozen(weights, self._rounded)
         self._session = session
         self._reducer = cache(weights.rounding_reducer)
 
@@ -101,9 +116,20 @@ class _Gathers:
             self._compressing = False
 
     def gather(self, counted: Any, original: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Run DeepSpeed's `all_gather_coalesced`, with `_start` as its collective if gathers are compressed now."""
-        if not self._compressing:
-            return counted(params, *args, **options)
+        """Run DeepSpeed's `all_gather_coalesced`, apart for the parameters that are rounded if any are now."""
+        exact: list[Any] = []
+        rounded: list[Any] = []
+        for parameter in params:
+            rounds = self._compressing and self._names.get(parameter) in self._rounded
+            (rounded if rounds else exact).append(parameter)
+        if not rounded:
+            return counted(exact, *args, **options)
+        first = [counted(exact, *args, **options)] if exact else []
+        last = self._gather_rounded(original, rounded, *args, **options)
+        return MultipleAllGatherHandles([*first, last]) if first else last
+
+    def _gather_rounded(self, original: Any, params: Sequence[Any], *args: Any, **options: Any) -> Any:
+        """Run DeepSpeed's `all_gather_coalesced` with `_start` as its collective."""
         waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
         theirs = partition_parameters._dist_allgather_fn
         partition_parameters._dist_allgather_fn = partial(self._start, waiting)
