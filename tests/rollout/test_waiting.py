@@ -1,5 +1,6 @@
 """Updates that are interrupted while they wait for requests, and changes that do not fit into memory."""
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed_compress.backends.deepspeed.rollout import _open
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver, receiver
 from deepspeed_compress.rollout.request_lock import RequestLock
 
@@ -55,6 +56,70 @@ def test_a_request_inside_of_another_one_does_not_wait_for_an_update() -> None:
     assert not request.is_alive()
     update.join(10)
     assert not lock._paused
+
+
+def test_overlapping_coroutines_let_an_update_run() -> None:
+    lock, order = RequestLock(), list[str]()
+
+    def pause() -> None:
+        with lock.pause():
+            order.append("update")
+
+    async def request() -> None:
+        async with lock.request():
+            order.append("request")
+            await asyncio.sleep(0.05)
+            # A request inside of another one does not wait.
+            async with lock.request():
+                pass
+
+    async def serve() -> None:
+        update = threading.Thread(target=pause, daemon=True)
+        running = [asyncio.create_task(request())]
+        await asyncio.sleep(0)
+        update.start()
+        while not lock._paused:
+            await asyncio.sleep(0)
+        # There is always a request that runs or waits.
+        for _ in range(20):
+            running.append(asyncio.create_task(request()))
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*running)
+        update.join(60)
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+    assert order == ["request", "update", *["request"] * 20]
+
+
+def test_coroutines_that_could_not_wait_are_refused() -> None:
+    lock = RequestLock()
+
+    async def request(seconds: float) -> None:
+        with lock.request(), lock.request():
+            await asyncio.sleep(seconds)
+
+    async def serve() -> None:
+        first = asyncio.create_task(request(0.2))
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="async with"):
+            await request(0)
+        await first
+        await request(0)
+
+    asyncio.run(serve())
+    assert not lock._requests
+
+
+def test_a_request_that_ends_in_another_thread_ends() -> None:
+    """As with generators that a web framework runs in its pool of threads."""
+    lock = RequestLock()
+    request = lock.request()
+    for step in (request.__enter__, request.__exit__):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join(60)
+    with lock.pause():
+        pass
 
 
 class Observed(DirectoryStore):
