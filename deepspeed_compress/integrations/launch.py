@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
@@ -97,7 +98,8 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
         raise ConfigError("--no_python: only Python programs can be compressed; start one, without this option")
     script = getattr(parsed, chosen.script)
     if not parsed.module and _starts_here(parsed) and not Path(script).is_file():
-        raise ConfigError(f"{script}: no such file; write the path of a Python script, or -m and a module")
+        path = which(script) or "the path of a Python script, or -m and a module"
+        raise ConfigError(f"{script}: no such file; write {path}")
     begin = len(arguments) - len(getattr(parsed, chosen.rest)) - 1
     # argparse removes a "--" right after the script.
     begin -= arguments[begin] != script

@@ -11,19 +11,16 @@ import runpy
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.integrations.failing import report_failures
 from deepspeed_compress.integrations.files import find_uncompressed
-from deepspeed_compress.integrations.importing import Undo, after_import
+from deepspeed_compress.integrations.inheriting import inheriting
 from deepspeed_compress.integrations.install import install
-from deepspeed_compress.integrations.replacing import replace_method
 
 USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m] SCRIPT ..."
 _SECTION = "--section="
@@ -49,16 +46,17 @@ def main(arguments: Sequence[str]) -> None:
         # `ds-compress run` has reported the file before the start.
         warnings.filterwarnings("ignore", "(an engine is not|nothing was) compressed", CompressWarning)
     install(section)
-    methods = _record_compressed_engines()
     sys.argv = [given[0], *injected, *given[1:]]
-    try:
-        with report_failures():
-            _run(given[0], module)
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
+    with inheriting(section) as has_compressed:
+        try:
+            with report_failures():
+                _run(given[0], module)
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        is_compressed = has_compressed()
     _leave_gloo()
-    if not methods and os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(sys.argv):
+    if not is_compressed and os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & set(sys.argv):
         warnings.warn(_explain_no_compression(section), CompressWarning, stacklevel=1)
 
 
@@ -86,7 +84,9 @@ def _explain_no_compression(section: str | None) -> str:
         )
     return (
         f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration. Write the section '
-        "into the configuration that the script reads, or, without DeepSpeed, pass --section FILE."
+        "into the configuration that the script reads, or, without DeepSpeed, pass --section FILE. Processes that the "
+        "script starts compress, too, unless it changes their PYTHONPATH or starts them on other hosts: then call "
+        "deepspeed_compress.install() in them."
     )
 
 
@@ -118,30 +118,6 @@ def _run(program: str, module: bool) -> None:
         # Python does the same for `python SCRIPT`, so that the script can import the modules next to it.
         sys.path[0] = str(Path(program).resolve().parent)
         runpy.run_path(program, run_name="__main__")
-
-
-def _record_compressed_engines() -> list[str]:
-    """Return a list that receives the method of every engine that is compressed from now on.
-
-    Sessions themselves are not kept, because objects that hold process groups must not outlive the program.
-    """
-    methods: list[str] = []
-    after_import("deepspeed_compress.session.session", partial(_record_methods, methods))
-    return methods
-
-
-def _record_methods(methods: list[str]) -> Undo:
-    from deepspeed_compress.session.session import Session
-
-    return replace_method(Session, "__init__", partial(_recording, methods))
-
-
-def _recording(methods: list[str], original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
-        original(self, *args, **options)
-        methods.append(self.config.gradients.method)
-
-    return __init__
 
 
 if __name__ == "__main__":

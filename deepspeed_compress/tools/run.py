@@ -8,6 +8,7 @@ from typing import NoReturn
 from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.integrations.files import check_configurations, find_uncompressed
+from deepspeed_compress.integrations.inheriting import INHERIT
 from deepspeed_compress.integrations.launch import launch_command
 from deepspeed_compress.tools import supervise
 from deepspeed_compress.transport.secret import pass_on
@@ -20,6 +21,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option, the section or the script is invalid.
     """
+    # This command may itself run under another `ds-compress run`, whose section must not apply to the launcher.
+    os.environ.pop(INHERIT, None)
     own = [] if options.section is None else [f"--section={options.section.resolve()}"]
     if options.section is not None:
         # Report an invalid section only once, not in every process.

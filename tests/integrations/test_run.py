@@ -235,6 +235,17 @@ def test_a_missing_script_file_is_reported_before_anything_starts(
     assert capsys.readouterr().err.startswith("ds-compress: error: nowhere/train.py: no such file")
 
 
+def test_a_command_in_place_of_a_script_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "bin" / "trainer-cli"
+    command.parent.mkdir()
+    command.write_text("#!/usr/bin/env python\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"trainer-cli: no such file; write {command}"):
+        launch_command("none", ["trainer-cli", "train"])
+
+
 def test_hosts_of_a_hostfile_may_have_a_script_that_is_missing_here(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("worker-1 slots=4\n")
     command = launch_command("deepspeed", ["--hostfile", str(tmp_path / "hostfile"), "nowhere/train.py"])

@@ -1,0 +1,91 @@
+"""Processes that a program under `ds-compress run` starts compress as the program does, and others are left alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.integrations import inheriting
+from deepspeed_compress.integrations.inheriting import INHERIT
+from deepspeed_compress.tools import run
+
+ROOT = Path(__file__).parents[2]
+HOOKED = "import sys; print(sum(type(one).__module__.startswith('deepspeed_compress') for one in sys.meta_path) > 0)"
+WAYS = {
+    "subprocess": "import subprocess, sys; subprocess.run([sys.executable, CHILD], check=True)",
+    "execv": "import os, sys; os.execv(sys.executable, [sys.executable, CHILD])",
+    "spawn": "import multiprocessing, runpy\n"
+    "if __name__ == '__main__':\n"
+    "    process = multiprocessing.get_context('spawn').Process(target=runpy.run_path, args=(CHILD,))\n"
+    "    process.start()\n"
+    "    process.join()\n",
+}
+
+
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", INHERIT)}
+    settings = {**base, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", **environment}
+    return subprocess.run([sys.executable, *arguments], env=settings, capture_output=True, text=True, check=False)
+
+
+def run_program(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return start("-m", "deepspeed_compress.integrations.run", str(program), *arguments, **environment)
+
+
+def write(directory: Path, parent: str, child: str) -> Path:
+    (directory / "child.py").write_text(child)
+    (directory / "parent.py").write_text(parent.replace("CHILD", repr(str(directory / "child.py"))))
+    return directory / "parent.py"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_processes_that_a_program_starts_are_followed(way: str, tmp_path: Path) -> None:
+    program = write(tmp_path, WAYS[way], HOOKED)
+    assert run_program(program).stdout == "True\n"
+    assert start(str(program)).stdout == "False\n"
+
+
+def test_the_path_alone_changes_nothing_and_another_sitecustomize_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 1\n")
+    path = os.pathsep.join([inheriting._DIRECTORY, str(tmp_path), str(ROOT)])
+    show = f"{HOOKED}; print(customized, 'deepspeed_compress' in sys.modules, sys.modules['sitecustomize'].__file__)"
+    found = start("-c", show, PYTHONPATH=path)
+    assert found.stdout == f"False\n1 False {tmp_path / 'sitecustomize.py'}\n"
+    assert start("-c", show, PYTHONPATH=path, **{INHERIT: ""}).stdout.startswith("True\n1 True")
+
+
+def test_a_section_is_inherited_except_by_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = tmp_path / "section.json"
+    section.write_text('{"gradients": {"bits": 4}}')
+    program = write(tmp_path, WAYS["subprocess"], f"import os; print(os.environ[{INHERIT!r}])")
+    done = start("-m", "deepspeed_compress.integrations.run", f"--section={section}", str(program))
+    assert done.stdout == f"{section}\n", done.stderr
+    program = write(tmp_path, "import os, sys; os.execv(sys.executable, [sys.executable, '-c', CHILD])", "")
+    monkeypatch.setenv(INHERIT, str(section))
+    seen: list[bool] = []
+    monkeypatch.setattr(run, "_exec", lambda command: seen.append(INHERIT in os.environ))
+    from deepspeed_compress import cli
+
+    cli.main(["run", "--launcher", "none", str(program)])
+    assert seen == [False]
+
+
+TRAINS = """
+import sys, torch, deepspeed
+model = torch.nn.Linear(4, 4)
+optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+config = {"train_batch_size": 1, "optimizer": optimizer, "deepspeed_compress": {}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+print(hasattr(engine, "compression"))
+"""
+
+
+@pytest.mark.slow("deepspeed_compress/integrations")
+def test_what_only_started_processes_compress_is_compressed(tmp_path: Path) -> None:
+    done = run_program(write(tmp_path, WAYS["subprocess"], TRAINS))
+    assert "True" in done.stdout.splitlines(), done.stderr[-3000:]
+    assert "nothing was compressed" not in done.stderr
+    done = run_program(write(tmp_path, WAYS["subprocess"], "print('only this')"))
+    assert "nothing was compressed" in done.stderr
