@@ -69,11 +69,11 @@ def status(options: argparse.Namespace) -> int:
 def forget(options: argparse.Namespace) -> int:
     """Declare that islands are permanently gone. Return the exit code."""
     before = _asked(options, client.status)
-    for state, advice in (("islands", "end it first, or do not forget it"), ("missing", "you need not forget it")):
+    for state, advice in (("islands", "end it first, or do not forget it"), ("missing", "choose one of these")):
         numbers = {one["number"] for one in before.get(state, ())}
         wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
         if wrong:
-            problem = "is connected" if state == "islands" else "is not missing"
+            problem = "is connected" if state == "islands" else "is unknown: it never joined, has left, or is forgotten"
             raise ConfigError(f"N: island {wrong[0]} {problem} (allowed: {_numbers_missing(before)}); {advice}")
     _show(options, _asked(options, partial(client.forget, numbers=options.numbers)))
     return 0

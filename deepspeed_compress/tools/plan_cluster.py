@@ -184,6 +184,9 @@ def read_count(text: str) -> float:
     return number
 
 
+_UNSET = "is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS $0 (N from 0; the address of the first node)"
+
+
 def _write(candidate: Candidate, job: Job, nodes: Sequence[Node] | None, options: argparse.Namespace) -> None:
     directory: Path = options.output
     layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
@@ -196,6 +199,7 @@ def _write(candidate: Candidate, job: Job, nodes: Sequence[Node] | None, options
     config = json.dumps(ds_config(layout, job.cluster), indent=2)
     (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")
     script = directory / "launch.sh"
-    script.write_text(f"#!/usr/bin/env bash\n# {layout}\n{start}\n", encoding="utf-8")
+    checks = "".join(f': "${{{name}:?{_UNSET}}}"\n' for name in ("NODE_RANK", "MASTER_ADDR") if f"${name}" in start)
+    script.write_text(f"#!/usr/bin/env bash\n# {layout}\n{checks}{start}\n", encoding="utf-8")
     script.chmod(0o755)
     print(f"{directory / 'ds_config.json'}\n{script}: {start}")

@@ -11,7 +11,6 @@ from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, ProtocolError
 from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
 from deepspeed_compress.transport.handshake import Steps, client_steps
-from deepspeed_compress.transport.secret import SECRET, SECRET_FILE
 
 
 def connect(
@@ -89,8 +88,7 @@ def _follow(steps: Steps, channel: Channel, deadline: float) -> None:
 def _explained(error: OSError, address: str, credentials: Credentials) -> OSError:
     if isinstance(error, AuthenticationError):
         return AuthenticationError(
-            f"{address}: {error}. The secret here is from {credentials.secret.source}: copy that file to the other "
-            f"host (mode 0600), or set {SECRET} or {SECRET_FILE} to the same secret on both hosts"
+            f"{address}: {error}. The secret here is from {credentials.secret.source}: {credentials.secret.advice}"
         )
     if isinstance(error, ssl.SSLEOFError | BrokenPipeError | ConnectionResetError):
         return ProtocolError(f"{address}: {_ENDED}")

@@ -31,6 +31,15 @@ class Secret:
     key: bytes = field(repr=False)
     source: str
 
+    @property
+    def advice(self) -> str:
+        """Return what to do if the other side has another secret."""
+        if self.source == SECRET:
+            return f"set {SECRET} to the same value on both hosts, or unset it to use files"
+        return (
+            f"copy that file to the other host (mode 0600), or set {SECRET} or {SECRET_FILE} to the same secret on both"
+        )
+
 
 def default_file() -> Path:
     """Return the path of this user's secret file, which need not exist."""

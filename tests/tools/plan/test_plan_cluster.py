@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,11 @@ def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsy
     script = tmp_path / "plan" / "launch.sh"
     assert f"launch/torchrun.sh {tmp_path}/plan/ds_config.json" in script.read_text()
     assert os.access(script, os.X_OK)
+    environment = {name: value for name, value in os.environ.items() if name not in ("NODE_RANK", "MASTER_ADDR")}
+    for given, missing in (({}, "NODE_RANK"), ({"NODE_RANK": "0"}, "MASTER_ADDR")):
+        done = subprocess.run([script], env=environment | given, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert f"{missing}: is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS {script}" in done.stderr
     assert plan(model, "--output", f"{tmp_path}/plan", "--software", "megatron") == 1
     assert "--output: Megatron" in capsys.readouterr().err
 
