@@ -13,6 +13,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
+from deepspeed_compress.errors import ConfigError
+
 LARGEST_TEXT = 1 << 28
 """Largest size in bytes of a text file that is read as a whole."""
 
@@ -75,6 +77,24 @@ def open_regular(file: Path) -> BufferedReader:
         os.close(descriptor)
         raise OSError(f"{file} is not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+_OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
+
+
+def check_regular(path: str) -> None:
+    """Check that reading `path` cannot block forever, as reading a FIFO might. Files opened by the shell are accepted.
+
+    Raises:
+        ConfigError: The path is not a regular file.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not os.path.abspath(path).startswith(_OPENED):
+        kind = next((kind for test, kind in _KINDS if test(mode)), "a device")
+        raise ConfigError(
+            f"{path}: {kind} (allowed: a regular file). Write the path of one, or - to read standard input."
+        )
 
 
 def read_text(file: Path, limit: int = LARGEST_TEXT) -> str:

@@ -42,8 +42,8 @@ TABLE = {
     "errors": allow(),
     "diagnostics": allow(),
     "foreign_warnings": allow(),
-    "safe_files": allow(),
-    "config": allow("diagnostics errors", "pydantic pydantic_core hjson", lazily="compression"),
+    "safe_files": allow("errors"),
+    "config": allow("diagnostics errors safe_files", "pydantic pydantic_core hjson", lazily="compression"),
     "config.names": allow(),
     "compression": allow(),
     "compression.kernels": allow("errors", "torch triton"),
@@ -226,7 +226,9 @@ TABLE = {
     ),
     "tools.rollout": allow("errors rollout.store transport", lazily="rollout.store_server"),
     "tools.lint": allow(
-        "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
+        "__init__ config diagnostics errors safe_files tools.arguments tools.outputs tools.rules",
+        "yaml",
+        lazily="pydantic",
     ),
     "tools.plan": allow("config errors policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(

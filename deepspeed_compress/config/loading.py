@@ -13,6 +13,7 @@ import hjson  # type: ignore[import-untyped]
 from deepspeed_compress.diagnostics import Path as KeyPath
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.safe_files import check_regular
 
 _VALUES: Mapping[type, str] = {
     type(None): "null",
@@ -47,6 +48,8 @@ def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
+        if not path.is_dir():
+            check_regular(str(path))
         return path.read_text(encoding="utf-8")
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a directory. Write the path of a file inside it.") from error

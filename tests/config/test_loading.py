@@ -85,3 +85,14 @@ def test_file_without_permission(tmp_path: Path) -> None:
 def test_a_float_stays_one(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text('{"optimizer": {"params": {"betas": [0.0, 0.95]}}}')
     assert isinstance(read_ds_config(tmp_path / "ds_config.json")["optimizer"]["params"]["betas"][0], float)
+
+
+def test_a_named_pipe_is_refused_and_an_opened_one_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe: a FIFO \(allowed: a regular file\)"):
+        read_ds_config(tmp_path / "pipe")
+    reading, writing = os.pipe()
+    os.write(writing, b'{"train_batch_size": 1}')
+    os.close(writing)
+    assert read_ds_config(f"/dev/fd/{reading}") == {"train_batch_size": 1}
+    os.close(reading)

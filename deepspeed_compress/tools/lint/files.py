@@ -4,7 +4,6 @@ import base64
 import codecs
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -13,6 +12,7 @@ from typing import BinaryIO
 
 from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.safe_files import check_regular
 from deepspeed_compress.tools.lint.accelerate import embedded, is_used, named_file
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import keys
@@ -27,9 +27,7 @@ MAX_BYTES = 64 * 2**20
 YAML = (".yaml", ".yml")
 _SUFFIXES = (".json", ".hjson", *YAML)
 _SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
-_OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
-_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 _NAMED = ("ds_config*", "ds_zero*")
 _PERHAPS = ("*deepspeed*", "ds[_-]*", "*zero*", "*stage*")
@@ -137,20 +135,6 @@ def is_excluded(path: str, exclude: tuple[str, ...]) -> bool:
     relative = PurePath(os.path.relpath(path))
     above = () if ".." in relative.parts else relative.parents
     return any(file_matches(str(part), pattern.rstrip("/")) for part in (path, *above) for pattern in exclude)
-
-
-def check_regular(path: str) -> None:
-    """Check that reading `path` cannot block forever, as reading a FIFO might. Files opened by the shell are accepted.
-
-    Raises:
-        ConfigError: The path is not a regular file.
-    """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not os.path.abspath(path).startswith(_OPENED):
-        kind = next((kind for test, kind in _KINDS if test(mode)), "a device")
-        raise ConfigError(
-            f"{path}: {kind} (allowed: a regular file). Write the path of one, or - to read standard input."
-        )
 
 
 def _found(path: str, search: Search) -> Iterator[Source]:
