@@ -93,6 +93,11 @@ def _check_parameter(name: str, parameter: Any) -> None:
         raise UnsupportedError(f'parameter "{name}" has the type {parameter.dtype}; only floating-point is published')
     if getattr(parameter, "allreduce", True) is False:
         raise UnsupportedError(f'parameter "{name}" belongs to an expert, and ranks hold different ones of that name')
+    if hasattr(parameter, "ds_optim_param") and parameter.dim() == 1:
+        raise UnsupportedError(
+            f'parameter "{name}" is divided over the ranks by LoRAConfig of deepspeed.linear; write '
+            "base_weight_sharding=1 there"
+        )
     if getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, _SPLIT):
         raise UnsupportedError(
             f'parameter "{name}" is split among ranks, and nothing tells how, as AutoTP does since DeepSpeed 0.19.6'

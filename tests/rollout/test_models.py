@@ -85,6 +85,14 @@ def test_parameters_without_values_are_refused(tmp_path: Path) -> None:
         Receiver(meta, store).update()
 
 
+def test_parts_of_a_frozen_layer_are_refused(tmp_path: Path) -> None:
+    """Each rank holds another part under the same name."""
+    part = Values(torch.zeros(8))
+    part.values.ds_optim_param = True
+    with pytest.raises(UnsupportedError, match='parameter "values" is divided over the ranks by LoRAConfig'):
+        Publisher(part, DirectoryStore(tmp_path))
+
+
 def test_parameters_that_are_split_without_a_record_are_refused(tmp_path: Path) -> None:
     """As by AutoTP of older versions of DeepSpeed, which the message names."""
     split = Values(torch.zeros(2, 2))

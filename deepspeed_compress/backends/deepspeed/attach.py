@@ -127,7 +127,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     """Attach all parts to the engine, in this order. Each part receives the earlier ones that it needs."""
     node = node_unit(engine)
     if node is not None:
-        equalize_weights(engine, node)
+        equalize_weights(engine, node, is_new=True)
     parameters = find_parameters(engine)
     warn_of_ignored_type(engine, config, parameters.dtype)
     warn_of_micro_steps(engine, config)

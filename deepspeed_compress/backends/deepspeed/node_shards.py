@@ -44,8 +44,16 @@ from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce
 
 
-def equalize_weights(engine: Any, unit: NodeUnit) -> bool:
+def equalize_weights(engine: Any, unit: NodeUnit, *, is_new: bool) -> bool:
     """Copy the weights of the first node to the nodes in which they differ. Collective.
+
+    Like DeepSpeed, this makes whole weights that are not trained equal only when the engine is new. A program may
+    give each rank its own ones afterwards.
+
+    Args:
+        engine: the engine.
+        unit: this rank's node.
+        is_new: True when the engine is made.
 
     Returns:
         True if the fp32 master weights of any rank differed.
@@ -62,7 +70,8 @@ def equalize_weights(engine: Any, unit: NodeUnit) -> bool:
     if changed:
         masters.publish()
     trained = set(chain.from_iterable(names for _, names in found))
-    copy_weights([parameter for _, parameter in named_untrained(engine, trained)], engine.device, unit.peers)
+    untrained = [one for _, one in named_untrained(engine, trained) if is_new or hasattr(one, "ds_tensor")]
+    copy_weights(untrained, engine.device, unit.peers)
     return changed
 
 
@@ -153,7 +162,7 @@ class NodeShards:
     def _check_weights(self) -> None:
         """Compare the weights of the nodes now and then, and warn if a program has changed those of one node only."""
         steps = self._engine.global_steps
-        if steps and steps % CHECK_EVERY == 0 and equalize_weights(self._engine, self._unit):
+        if steps and steps % CHECK_EVERY == 0 and equalize_weights(self._engine, self._unit, is_new=False):
             text = (
                 f"{self._unit.pointer}: the nodes held different weights before step {steps + 1}, and continue with "
                 "those of the first node. Change weights on all nodes alike; GatheredParameters with modifier_rank "

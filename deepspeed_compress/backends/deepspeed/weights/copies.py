@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.deepspeed.units import RankUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import UnsupportedError
 
 
@@ -44,11 +46,25 @@ def named_untrained(engine: Any, trained: Collection[str]) -> list[tuple[str, Pa
 
 
 def copy_weights(parameters: Sequence[Parameter], device: torch.device, peers: ProcessGroup) -> None:
-    """Copy the data of `parameters` of the first rank of `peers` to the ranks on which they differ. Collective."""
-    differ = copy_from_first([held_data(parameter) for parameter in parameters], device, peers)
+    """Copy the data of `parameters` of the first rank of `peers` to the ranks on which they differ. Collective.
+
+    All ranks of the job take part. Parameters that ranks need not have in common stay as they are.
+    """
+    common = [parameter for parameter in parameters if is_common(parameter)]
+    differ = copy_from_first([held_data(parameter) for parameter in common], device, peers)
     # ZeRO 3 also keeps whole copies of small (persistent) parameters, which must be gathered again.
-    changed = [one for one, different in zip(parameters, differ, strict=True) if different]
-    _gather_again([parameter for parameter in changed if getattr(parameter, "ds_persist", False)])
+    changed = {parameter for parameter, different in zip(common, differ, strict=True) if different}
+    _gather_again([parameter for parameter in common if getattr(parameter, "ds_persist", False)], changed)
+
+
+def is_common(parameter: Parameter) -> bool:
+    """Return True if all data-parallel ranks must have the same values of `parameter`, if necessary in shards of ZeRO.
+
+    Those are the parameters that DeepSpeed broadcasts when it makes an engine (`DeepSpeedEngine._broadcast_model`). It
+    does not broadcast frozen weights of `deepspeed.linear.OptimizedLinear`, which `base_weight_sharding` divides over
+    the ranks of the job, and broadcasts those of experts to the ranks with the same experts.
+    """
+    return not hasattr(parameter, "ds_optim_param") and not is_moe_param(parameter)
 
 
 def copy_from_first(tensors: Sequence[Tensor], device: torch.device, peers: ProcessGroup) -> list[bool]:
@@ -103,11 +119,19 @@ def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def held_data(parameter: Parameter) -> Tensor:
-    """Return this rank's data of `parameter`: under ZeRO 3, its partition."""
-    return getattr(parameter, "ds_tensor", parameter).detach()
+    """Return this rank's data of `parameter`: under ZeRO 3, its partition without padding, which nobody writes."""
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return parameter.detach()
+    begin = part.ds_numel * parameter.ds_process_group.rank()
+    return part.detach().view(-1)[: max(0, parameter.ds_numel - begin)]
 
 
-def _gather_again(parameters: Sequence[Any]) -> None:
-    if parameters:
-        parameters[0].partition(parameters)
-        parameters[0].all_gather(parameters)
+def _gather_again(persistent: Sequence[Any], changed: Collection[Parameter]) -> None:
+    """Gather the parameters `persistent` again if any rank of the job has `changed` its part of one of them.
+
+    Ranks compare their own parts, so they may disagree about which ones have changed.
+    """
+    if persistent and any(gather_objects(any(parameter in changed for parameter in persistent))):
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
