@@ -97,6 +97,6 @@ def warn_without_frozen(weights: WeightReduction, rounded: frozenset[str]) -> No
     if weights.settings.frozen and rounded.isdisjoint(frozen):
         text = (
             f"/{SECTION}/weights/frozen: true has no effect, because none of the {len(frozen)} frozen parameters holds "
-            "plain numbers of a type that is trained (allowed: false); remove the key"
+            "plain numbers of a type that is trained, and is not persistent (allowed: false); remove the key"
         )
         warnings.warn(text, CompressWarning, stacklevel=2)

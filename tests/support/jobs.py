@@ -23,6 +23,11 @@ BATCH = 3
 MUON: Mapping[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 """Configuration with Muon. DeepSpeed uses it for matrices, and Adam for biases."""
 
+CHOSEN: Mapping[str, Any] = {"gradient_clipping": 1.0}
+"""Keys of the ds_config whose values differ from DeepSpeed's, so that clipping is tested."""
+CHOSEN_OF_ZERO: Mapping[str, Any] = {"reduce_bucket_size": 600, "stage3_param_persistence_threshold": 0}
+"""Keys of `zero_optimization` whose values differ from DeepSpeed's, so that the small model has several buckets."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -41,6 +46,8 @@ class Job:
     """Steps whose batches are omitted."""
     seed: int = 0
     """Seed of the data and, unless the model is a pipeline, of its first weights."""
+    defaults: bool = False
+    """True for DeepSpeed's own values of the keys in `CHOSEN` and `CHOSEN_OF_ZERO`."""
 
     def config(self) -> dict[str, Any]:
         config = {
@@ -48,13 +55,8 @@ class Job:
             "gradient_accumulation_steps": self.accumulation,
             "steps_per_print": 10**6,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "gradient_clipping": 1.0,
-            "zero_optimization": {
-                "stage": self.stage,
-                "reduce_bucket_size": 600,
-                "stage3_param_persistence_threshold": 0,
-                **self.zero,
-            },
+            **({} if self.defaults else CHOSEN),
+            "zero_optimization": {"stage": self.stage, **({} if self.defaults else CHOSEN_OF_ZERO), **self.zero},
             **self.extra,
         }
         return config if self.section is None else {**config, SECTION: dict(self.section)}

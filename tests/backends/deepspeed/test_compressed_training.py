@@ -36,6 +36,11 @@ def test_replicas_agree_and_learn(stage, names):
         assert_learned(list(results))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas_agree_and_learn_with_own_values_of_deepspeed(stage):
+    assert_learned(outcomes(2, stage=stage, section={"gradients": METHODS["int4_stochastic"]}, steps=40, defaults=True))
+
+
 @SAMPLED
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_methods_with_a_momentum_of_their_own(stage):

@@ -29,6 +29,13 @@ def test_method_none(stage, accumulation, clipping):
     assert_identical(2, job, NONE)
 
 
+@pytest.mark.parametrize("section", [NONE, RAW], ids=["none", "uncompressed"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+def test_own_values_of_deepspeed(stage, section):
+    assert_identical(2, {"stage": stage, "accumulation": 2, "steps": 5, "defaults": True}, section)
+
+
 @pytest.mark.case_a_stage
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1])

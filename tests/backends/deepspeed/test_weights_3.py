@@ -67,6 +67,27 @@ def train_with_spoilt_padding(rank: int, *jobs: Job) -> list[Outcome]:
     return outcomes
 
 
+def evaluate_between(rank: int, job: Job, evaluates: bool) -> dict[str, list[float]]:
+    """Return the weights of a run that evaluates before each micro-step, or never."""
+    engine, batches = start(job), data(rank, job)
+    for x, y in batches:
+        if evaluates:
+            engine.eval()
+            with torch.no_grad():
+                engine(x)
+            engine.train()
+        run(engine, [(x, y)])
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("threshold", [0, 60])
+def test_an_evaluation_does_not_change_how_weights_are_rounded(threshold: int) -> None:
+    job = replace(ROUNDED, zero={"stage3_param_persistence_threshold": threshold}, accumulation=2)
+    assert run_forks(2, evaluate_between, job, True) == run_forks(2, evaluate_between, job, False)
+
+
 def prefetch_sizes(rank: int) -> list[int]:
     jobs = [replace(ROUNDED, zero=zero) for zero in ({}, {"stage3_prefetch_bucket_size": 7}, ONE_BY_ONE)]
     coordinators = (engine.optimizer.parameter_offload.get_param_coordinator() for _, engine in engines(*jobs))

@@ -17,7 +17,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.messages import caught_warnings
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
-from tests.support.resuming import residuals_of, resume_all, save_and_continue_all
+from tests.support.resuming import residuals_of, resume_all, save_and_continue_all, save_and_resume
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -53,6 +53,25 @@ def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+INT8_WEIGHTS = {**INT4, "weights": {"bits": 8, "block_size": 32}}
+BY_DEFAULT = {
+    stage: [Job(stage, INT4, accumulation=2, defaults=True), Job(stage, INT8_WEIGHTS, accumulation=2, defaults=True)]
+    for stage in (1, 2, 3)
+}
+"""Jobs with DeepSpeed's own values."""
+# Some parameters are persistent, and some are not.
+BY_DEFAULT[3].append(replace(BY_DEFAULT[3][1], zero={"stage3_param_persistence_threshold": 60}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*weights has no effect:deepspeed_compress.CompressWarning")
+def test_resuming_is_bit_identical_with_own_values_of_deepspeed(stage: int, tmp_path: Path) -> None:
+    for number, job in enumerate(BY_DEFAULT[stage]):
+        directory = str(tmp_path / str(number))
+        for uninterrupted, resumed in run_forks(2, save_and_resume, job, directory, 4):
+            assert uninterrupted == resumed
 
 
 def test_two_levels_resume(tmp_path):

@@ -8,8 +8,13 @@ training. All other gathers (`GatheredParameters`, saving, evaluation) are exact
 Parameters that are not rounded (see `find_rounded`) are gathered by DeepSpeed in a message of their own, whose bits
 nothing touches. Which they are is decided when the engine is attached, so all ranks send the same messages in the same
 order.
+
+Persistent parameters are among them. DeepSpeed gathers them after each optimizer step and after loading, outside of any
+submodule, and releases them in its first backward passes only, while it records the order of modules. If they were
+rounded, it would depend on the age of the engine.
 """
 
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -25,7 +30,7 @@ from deepspeed_compress.collectives.buckets import partition_by_owners
 from deepspeed_compress.collectives.payload import PendingGather
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
 from deepspeed_compress.config import CompressedWeights
-from deepspeed_compress.errors import SeamError, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, SeamError, UnsupportedError
 from deepspeed_compress.session.session import Session
 
 _OFF = (
@@ -62,7 +67,20 @@ def rounded_parameters(engine: Any, settings: CompressedWeights) -> frozenset[st
     names = engine.param_names
     trained = {names[parameter]: parameter for group in engine.optimizer.fp16_groups for parameter in group}
     frozen = {name: parameter for parameter, name in names.items() if name not in trained}
-    return find_rounded(settings, trained, frozen)
+    persistent = {name for parameter, name in names.items() if parameter.ds_persist}
+    return find_rounded(settings, trained, frozen) - persistent
+
+
+def _warn_of_persistent(engine: Any) -> None:
+    """Warn, on rank 0, that no weights are compressed."""
+    threshold = engine._config.zero_config.param_persistence_threshold
+    text = (
+        "/deepspeed_compress/weights has no effect, because ZeRO 3 keeps all parameters of up to "
+        f"stage3_param_persistence_threshold: {threshold} elements on every rank, and gathers them exactly (allowed: a "
+        "threshold below the size of the largest parameter); write 0, or remove the key"
+    )
+    if engine.global_rank == 0:
+        warnings.warn(text, CompressWarning, stacklevel=4)
 
 
 def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) -> None:
@@ -104,6 +122,8 @@ class _Gathers:
         self._names = engine.param_names
         self._rounded = rounded_parameters(engine, weights.settings)
         warn_without_frozen(weights, self._rounded)
+        if all(parameter.ds_persist for parameter in engine.param_names):
+            _warn_of_persistent(engine)
         self._session = session
         self._reducer = cache(weights.rounding_reducer)
 
