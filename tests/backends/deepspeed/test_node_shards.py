@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed import node_shards
@@ -336,3 +337,35 @@ def test_nodes_that_differ_are_reported_and_made_equal(stage: int) -> None:
     found = run_forks(4, change_one_node, Job(stage, section=INT4, steps=6))
     assert [warned for warned, _ in found] == [[False, False, True, False, False, False]] * 4
     assert all(values == found[0][1] for _, values in found)
+
+
+def set_masters(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
+    """Return the weights of runs in which the program halves all master weights after the second step."""
+    found = []
+    for job in jobs:
+        engine, batches = start(job), data(rank, job)
+        run(engine, batches[:2])
+        for parameter in engine.module.parameters():
+            safe_set_full_fp32_param(parameter, parameter.detach().float() / 2)
+        run(engine, batches[2:])
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_master_weights_that_a_program_sets_are_those_of_the_whole_job(stage: int) -> None:
+    for whole, nodes in run_forks(4, set_masters, Job(stage), Job(stage, section=UNCOMPRESSED)):
+        assert largest_difference(nodes, whole) < 1e-5
+
+
+def read_masters(rank: int, job: Job) -> list[str]:
+    """Return the names of parameters for which DeepSpeed returns other master weights than its own."""
+    named = start(job).module.named_parameters()
+    return [name for name, parameter in named if not torch.equal(safe_get_full_fp32_param(parameter), parameter)]
+
+
+def test_deepspeed_alone_reads_other_master_weights_with_round_robin_gradients() -> None:
+    """If this fails, DeepSpeed has been repaired: take the limit out of docs/hybrid.md."""
+    assert run_forks(2, read_masters, Job(1, zero={"round_robin_gradients": True}))[0]
+    assert not run_forks(2, read_masters, Job(1))[0]

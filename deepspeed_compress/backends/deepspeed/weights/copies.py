@@ -118,13 +118,14 @@ def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.view(dtype) if flat.numel() else flat.new_empty(0, dtype=dtype)
 
 
-def held_data(parameter: Parameter) -> Tensor:
+def held_data(parameter: Any) -> Tensor:
     """Return this rank's data of `parameter`: under ZeRO 3, its partition without padding, which nobody writes."""
-    part = getattr(parameter, "ds_tensor", None)
+    part: Any = getattr(parameter, "ds_tensor", None)
+    held: Tensor = (parameter if part is None else part).detach()
     if part is None:
-        return parameter.detach()
+        return held
     begin = part.ds_numel * parameter.ds_process_group.rank()
-    return part.detach().view(-1)[: max(0, parameter.ds_numel - begin)]
+    return held.view(-1)[: max(0, parameter.ds_numel - begin)]
 
 
 def _gather_again(persistent: Sequence[Any], changed: Collection[Parameter]) -> None:
