@@ -3,7 +3,7 @@
 import copy
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from pydantic_core import ErrorDetails
 from deepspeed_compress.config.auto_values import find_auto_values
 from deepspeed_compress.config.contradictions import find_contradictions, find_mismatches
 from deepspeed_compress.config.expand import find_conflicts
+from deepspeed_compress.config.guesses import SYNONYMS, bits_of, remedy_of_key, settings_of
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged_places
 from deepspeed_compress.config.preset import with_preset
 from deepspeed_compress.config.problems import listed, problem, raise_problems, show
-from deepspeed_compress.config.schema import SchemaView, choices, describe, value_at
+from deepspeed_compress.config.schema import DEFAULT_METHOD, SchemaView, choices, describe, value_at
 from deepspeed_compress.config.unsupported import find_unsupported
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, pointer
 from deepspeed_compress.errors import CompressWarning
@@ -147,33 +148,52 @@ def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     for path, detail in found:
         # A value of a union gets an error for each type; the innermost place is the most specific.
         if "variants" not in view.at(path) or (path not in seen and path not in around):
-            yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
+            yield _diagnostic(path, detail, view)
         seen.add(path)
-    yield from _next_to_misspelled_methods([path for path, detail in found if detail["type"] == _BAD_METHOD], view, raw)
+    for path in [path for path, detail in found if detail["type"] == _BAD_METHOD]:
+        yield from _next_to_unknown_method(path, view, raw)
 
 
-def _next_to_misspelled_methods(paths: Sequence[Path], view: SchemaView, raw: object) -> Iterator[Diagnostic]:
-    """Yield the problems next to misspelled methods, found by validating with the nearest methods in their place."""
-    corrected = copy.deepcopy(raw)
-    nearest = {path: _nearest(view.at((*path, "method")), value_at(raw, (*path, "method"))) for path in paths}
-    for path, method in nearest.items():
-        holder = value_at(corrected, path)
-        if isinstance(holder, dict) and method is not None:
-            holder["method"] = method
+def _next_to_unknown_method(path: Path, view: SchemaView, raw: object) -> Iterator[Diagnostic]:
+    """Yield the problems in the object at `path` that it has with the meant method, or with any if that is unknown."""
+    corrected: Any = copy.deepcopy(raw)
+    holder: Any = value_at(corrected, path)
+    first, *others = (_problems_with(corrected, path, holder, one) for one in _meant_methods(path, view, holder))
+    for place, diagnostic in first.items():
+        if all(place in other for other in others):
+            yield diagnostic
+
+
+def _meant_methods(path: Path, view: SchemaView, holder: Mapping[str, Any]) -> list[Any]:
+    """Return the method that is meant at `path`, or all methods, the default one first."""
+    node = view.at((*path, "method"))
+    nearest = DEFAULT_METHOD if bits_of(path, holder["method"], view) is not None else _nearest(node, holder["method"])
+    return [nearest] if nearest is not None else sorted(choices(node), key=lambda method: method != DEFAULT_METHOD)
+
+
+def _problems_with(
+    corrected: Mapping[str, Any], path: Path, holder: dict[str, Any], method: Any
+) -> dict[str, Diagnostic]:
+    """Return the problems at `path` of a section, by place, if its object there, `holder`, has `method`."""
+    holder["method"] = method
     try:
-        if any(method is not None for method in nearest.values()):
-            CompressConfig.model_validate(corrected)
+        CompressConfig.model_validate(corrected)
     except ValidationError as error:
-        around = [(SECTION, *path) for path, method in nearest.items() if method is not None]
-        for found in _translate(error, corrected):
-            if any(found.place.path[: len(path)] == path for path in around):
-                yield found
+        view, length = SchemaView(corrected), len(path)
+        found = ((_path(detail["loc"], view), detail) for detail in error.errors(include_url=False))
+        inside = [(place, detail) for place, detail in found if place[:length] == path and len(place) > length]
+        return {pointer(place): _diagnostic(place, detail, view) for place, detail in inside}
+    return {}
+
+
+def _diagnostic(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
+    return _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
 
 
 def _nearest(node: dict[str, Any], value: object) -> str | int | None:
     """Return the allowed text or number that the text `value` is probably a misspelling of."""
     texts = {str(choice): choice for choice in choices(node)}
-    close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+    close = difflib.get_close_matches(SYNONYMS.get(value, value), texts, n=1) if isinstance(value, str) else []
     return texts[close[0]] if close else None
 
 
@@ -194,6 +214,9 @@ def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic
     because = f", {reason}" if reason else ""
     allowed = "" if "(allowed: " in because else f" (allowed: {describe(node)})"
     what = f"{show(detail['input'])} is not accepted{because}{allowed}"
+    meant = settings_of(path, detail["input"], view)
+    if meant is not None:
+        return problem(path, what, show(meant))
     return replace(problem(path, what, _instead(node, detail["input"])), meant=_nearest(node, detail["input"]))
 
 
@@ -216,6 +239,10 @@ def _instead(node: dict[str, Any], value: object) -> str:
 
 def _bad_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     method: ErrorDetails = {**detail, "input": detail["input"]["method"]}
+    bits = bits_of(path, method["input"], view)
+    if bits is not None:
+        what = f"{show(method['input'])} is not accepted (allowed: {describe(view.at((*path, 'method')))})"
+        return problem((*path, "method"), what, f'"bits": {bits}, in place of "method"')
     return _bad_value((*path, "method"), method, view)
 
 
@@ -228,6 +255,9 @@ def _missing_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnost
 def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     keys = view.keys(path[:-1])
     what = f"unknown key, given {show(detail['input'])} (allowed: {listed(keys)})"
+    expected = remedy_of_key(path, detail["input"], view)
+    if expected is not None:
+        return problem(path, what, expected)
     close = difflib.get_close_matches(str(path[-1]), keys, n=1)
     if not close:
         return problem(path, what, _known_places(path, view))
