@@ -18,6 +18,7 @@ from deepspeed_compress.errors import (
     SeamError,
     StateError,
     UnsupportedError,
+    install_command,
 )
 from deepspeed_compress.integrations.at_exit import warn_at_exit
 
@@ -57,7 +58,7 @@ _BACKENDS = frozenset({"ddp", "fsdp2", "megatron"})
 
 NEEDED_EVERYWHERE = ("numpy", "packaging", "safetensors", "torch")
 NEEDED_TO_TRAIN = ("deepspeed", *NEEDED_EVERYWHERE)
-INSTALL_TO_TRAIN = 'pip install "deepspeed-compress[train]"'
+INSTALL_TO_TRAIN = install_command("train")
 
 
 def __getattr__(name: str) -> Any:

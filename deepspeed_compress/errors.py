@@ -12,6 +12,8 @@ CompressError
 CompressWarning (a UserWarning)   a setting has no effect, or costs more than it gains
 """
 
+from pathlib import Path
+
 __all__ = [
     "CompressError",
     "CompressWarning",
@@ -59,3 +61,14 @@ class DataError(CompressError, ValueError):
 
 class CompressWarning(UserWarning):
     """Setting that has no effect, or costs more than it gains."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs `extra` of this package, for messages that name a missing package.
+
+    It installs from the checkout that this module is in, if it is in one. No package index has this package yet.
+    """
+    checkout = Path(__file__).parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f'pip install -e "{checkout}[{extra}]"'
+    return f'pip install ".[{extra}]" in a checkout of deepspeed_compress'

@@ -5,7 +5,7 @@
 A small GPT-2 first learns sums from supervised steps, then from rewards. One command starts all processes: two training
 ranks, the policy's endpoint, which receives changes of weights, and two processes that run the agent. With --agents 2,
 two agents with different sums have all of these, and share all layers but the last one. Needs Agent-Lightning:
-pip install "deepspeed-compress[agents]". See docs/agents.md.
+pip install -e ".[agents]". See docs/agents.md.
 """
 
 import argparse

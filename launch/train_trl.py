@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 -m launch.train_trl --output-dir runs/trl
 
 Each rank samples its completions in process, on the CPU. The model first learns sums of two numbers from supervised
-steps, and then from rewards. Needs TRL: pip install "deepspeed-compress[trl,rollout]". See docs/huggingface.md.
+steps, and then from rewards. Needs TRL: pip install -e ".[trl,rollout]". See docs/huggingface.md.
 """
 
 import argparse

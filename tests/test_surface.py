@@ -3,8 +3,10 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,7 +111,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._BACKENDS))
 def test_an_entry_point_without_torch_names_the_missing_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r'needs torch.*pip install "deepspeed-compress\[train\]"'):
+    with pytest.raises(ImportError, match=r'needs torch.*pip install -e ".*\[train\]"'):
         getattr(deepspeed_compress, name)
 
 
@@ -125,6 +127,7 @@ def test_importing_is_light() -> None:
 
 LIGHT_INSTALL = """
 import sys
+import tomllib
 
 class WithoutHeavy:
     def __init__(self, finder):
@@ -178,3 +181,22 @@ def test_a_command_runs_without_training_packages(arguments: str, tmp_path: Path
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_help_needs_nothing_that_trains(command: str, tmp_path: Path) -> None:
     assert without_heavy(tmp_path, command, "--help").returncode == 0
+
+
+def test_the_command_that_installs_an_extra_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index has the package, so it is installed from its checkout: this one, or one that the user has elsewhere."""
+    command = errors.install_command("http")
+    [place] = re.findall(r'pip install -e "(.*)\[http\]"', command)
+    assert "http" in tomllib.loads((Path(place) / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "deepspeed_compress/errors.py"))
+    assert errors.install_command("http") == 'pip install ".[http]" in a checkout of deepspeed_compress'
+
+
+def test_nothing_advises_to_install_from_an_index() -> None:
+    """Until the package is published."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT.parent, capture_output=True, text=True, check=True
+    ).stdout.split()
+    texts = [file for file in files if file.endswith((".py", ".md", ".sh", ".yaml")) and "tests/" not in file]
+    pattern = re.compile(r"pip install ['\"]?deepspeed[-_]compress")
+    assert [file for file in texts if pattern.search((ROOT.parent / file).read_text(encoding="utf-8"))] == []

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, install_command
 from deepspeed_compress.rollout.signatures import SIGNATURE, Stamp
 from deepspeed_compress.rollout.store import LARGEST, check_name
 from deepspeed_compress.transport.credentials import Credentials
@@ -20,8 +20,7 @@ try:
     import httpx
 except ModuleNotFoundError as error:
     raise ImportError(
-        "a store at an address needs httpx, which this environment does not have; write: pip install "
-        '"deepspeed-compress[http]"'
+        f"a store at an address needs httpx, which this environment does not have; write: {install_command('http')}"
     ) from error
 
 _FIRST_PAUSE = 0.25

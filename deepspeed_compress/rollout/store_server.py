@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.errors import RolloutError, install_command
 from deepspeed_compress.rollout.signatures import SIGNATURE, WINDOW, SeenNonces, Stamp
 from deepspeed_compress.rollout.store import LARGEST, Store, check_name
 from deepspeed_compress.transport.credentials import Credentials
@@ -31,8 +31,8 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"a server of a store needs {error.name}, which this environment does not have; write: pip install "
-        '"deepspeed-compress[http]"'
+        f"a server of a store needs {error.name}, which this environment does not have; write: "
+        f"{install_command('http')}"
     ) from error
 
 _AT_ONCE = 16

@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import UnsupportedError, install_command
 
-INSTALL = "pip install 'deepspeed-compress[plot]'"
+INSTALL = install_command("plot")
 COLOURS = ("#0b5394", "#e69138", "#38761d", "#a61c00", "#674ea7", "#76a5af", "#b45f06")
 GREY, GRID = "#8c959f", "#eaeef2"
 BAR, GAP = 0.22, 0.35

@@ -394,7 +394,7 @@ def test_requests_to_a_policy_that_has_stopped_fail() -> None:
 
 
 def client(secret: str | None = None, policy: Policy | None = None) -> Any:
-    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install deepspeed-compress[rollout]")
+    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install -e .[rollout]")
     from fastapi.testclient import TestClient
 
     from deepspeed_compress.agents.endpoint import make_endpoint
@@ -489,7 +489,7 @@ def test_an_error_of_the_model_has_openais_form() -> None:
 
 
 def test_openais_client_gets_its_own_errors() -> None:
-    openai = pytest.importorskip("openai", reason="openai is not installed: pip install deepspeed-compress[agents]")
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install -e .[agents]")
     ask = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
     for key, model, error in (
         ("wrong", "policy", openai.AuthenticationError),

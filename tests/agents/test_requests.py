@@ -54,7 +54,7 @@ def test_a_stop_string_that_begins_in_the_prompt_does_not_count() -> None:
 
 
 def client(template: str | None = None) -> Any:
-    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install deepspeed-compress[agents]")
+    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install -e .[agents]")
     from fastapi.testclient import TestClient
 
     from deepspeed_compress.agents.endpoint import make_endpoint

@@ -20,7 +20,7 @@ from unittest.mock import AsyncMock, patch
 import pytest
 import torch
 
-pytest.importorskip("agentlightning", reason="agentlightning is not installed: pip install deepspeed-compress[agents]")
+pytest.importorskip("agentlightning", reason="agentlightning is not installed: pip install -e .[agents]")
 
 from agentlightning import Triplet
 

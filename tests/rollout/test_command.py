@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.errors import install_command
 from deepspeed_compress.rollout.served_store import ServedStore
 from deepspeed_compress.transport.secret import SECRET
 from tests.support.leftovers import own_port
@@ -96,4 +97,4 @@ def test_the_command_without_its_packages_names_the_extra(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "deepspeed_compress.rollout.store_server", raising=False)
     assert serve(tmp_path / "weights", "--port", "0") == 1
-    assert 'write: pip install "deepspeed-compress[http]"' in capsys.readouterr().err
+    assert f"write: {install_command('http')}" in capsys.readouterr().err

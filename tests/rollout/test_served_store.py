@@ -379,5 +379,5 @@ def test_a_place_is_a_directory_or_an_address(server: StoreServer, directory: Pa
 def test_a_missing_package_names_the_extra(module: str, package: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"deepspeed_compress.rollout.{module}")
-    with pytest.raises(ImportError, match=rf'needs {package}.*pip install "deepspeed-compress\[http\]"'):
+    with pytest.raises(ImportError, match=rf'needs {package}.*pip install -e ".*\[http\]"'):
         import_module(f"deepspeed_compress.rollout.{module}")

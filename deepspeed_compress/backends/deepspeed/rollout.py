@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from deepspeed_compress.config.rollout import Rollout
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, install_command
 from deepspeed_compress.monitor import VERSIONS, Journal
 from deepspeed_compress.monitor.versions import VersionStatistics
 from deepspeed_compress.session.patches import Patches
@@ -74,7 +74,7 @@ def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Pa
         from deepspeed_compress.rollout import Publisher
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f'/deepspeed_compress/rollout needs {error.name}; write: pip install "deepspeed-compress[rollout]"'
+            f"/deepspeed_compress/rollout needs {error.name}; write: {install_command('rollout')}"
         ) from None
     publisher = Publisher(
         engine,

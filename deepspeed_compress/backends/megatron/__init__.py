@@ -13,12 +13,14 @@
 Written for megatron-core 0.16.1.
 """
 
+from deepspeed_compress.errors import install_command
+
 try:
     import megatron.core  # noqa: F401  (whether it can be)
 except ImportError as error:
     raise ImportError(
-        "deepspeed_compress.megatron needs megatron-core, which this environment does not have; write: pip install "
-        '"deepspeed-compress[megatron]"'
+        "deepspeed_compress.megatron needs megatron-core, which this environment does not have; write: "
+        f"{install_command('megatron')}"
     ) from error
 
 from deepspeed_compress.backends.megatron.attach import Attached, attach

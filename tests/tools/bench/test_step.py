@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError, install_command
 from deepspeed_compress.tools.bench.rows import new_document, read_document, save_document
 from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
 from deepspeed_compress.tools.bench.step_results import FORMS, TRACES, plot_steps, same_work, step_table
@@ -206,7 +207,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'deepspeed-compress\[plot\]'"):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("plot"))):
         check_plotting("--plot")
 
 
