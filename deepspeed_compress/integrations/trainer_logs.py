@@ -21,7 +21,7 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
     sent = sum(step.bytes_sent for step in measured)
     uncompressed = sum(step.bytes_uncompressed for step in measured)
     found: dict[str, float] = _total_ratio(measured) | ({"ratio": uncompressed / sent} if sent else {})
-    for kind in KINDS:
+    for kind in (*KINDS, "bytes_exact"):
         mean = statistics.fmean(getattr(step, kind) or 0 for step in measured)
         found |= {kind: mean} if mean or kind == "bytes_sent" else {}
     found["time_ms"] = statistics.fmean(step.time_ms for step in measured)

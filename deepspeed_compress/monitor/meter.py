@@ -33,6 +33,8 @@ class Meter:
         bytes_raw: the uncompressed part of `bytes_sent`.
         bytes_uncompressed: bytes that DeepSpeed alone would have sent in place of `bytes_sent`.
         bytes_weights_saved: bytes that uncompressed weights would have taken in addition to `bytes_weights`.
+        bytes_exact: bytes of weights that were made exact between steps, for a checkpoint; none of the `KINDS`, because
+            no step needs them.
         bytes_pipeline_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_pipeline`.
         bytes_tensor_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_tensor`.
         bytes_experts_saved: bytes that DeepSpeed alone would have sent in addition to `bytes_experts`.
@@ -51,6 +53,7 @@ class Meter:
     bytes_experts: int = 0
     bytes_sequence: int = 0
     bytes_islands: int = 0
+    bytes_exact: int = 0
     bytes_pipeline_saved: int = 0
     bytes_tensor_saved: int = 0
     bytes_experts_saved: int = 0
@@ -73,6 +76,14 @@ class Meter:
         """Add `size` bytes of gradients that the engine reduces itself: sent, and uncompressed."""
         self.bytes_uncompressed += size
         self.bytes_sent = self.bytes_uncompressed
+
+    @contextmanager
+    def counting_exact_weights(self) -> Iterator[None]:
+        """Count weights that are sent in a block as `bytes_exact`, and leave out its times."""
+        weights, elapsed, events = self.bytes_weights, dict(self._elapsed), list(self._events)
+        yield
+        self.bytes_exact += self.bytes_weights - weights
+        self.bytes_weights, self._elapsed, self._events = weights, elapsed, events
 
     @contextmanager
     def phase(self, name: str, device: "torch.device") -> Iterator[None]:

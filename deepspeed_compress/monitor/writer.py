@@ -39,6 +39,8 @@ class StepStatistics:
         residual_norm: L2 norm of rank 0's residuals.
         cosine: cosine between the decoded and the true mean gradient of the sampled bucket; None if not sampled.
         bytes_islands: bytes that this rank sent to other islands after the previous step.
+        bytes_exact: bytes of exact weights that this rank sent after the previous step, for a checkpoint; in
+            no ratio.
         bytes_pipeline_saved: bytes that DeepSpeed alone would send between stages in addition.
         bytes_tensor_saved: bytes that DeepSpeed alone would send between tensor-parallel ranks in addition.
         bytes_experts: bytes of tokens and their gradients between ranks that share experts; None as `bytes_tensor`.
@@ -78,6 +80,7 @@ class StepStatistics:
     residual_norm: float | None
     cosine: float | None
     bytes_islands: int = 0
+    bytes_exact: int = 0
     bytes_pipeline_saved: int = 0
     bytes_tensor_saved: int = 0
     bytes_experts: int | None = 0

@@ -9,6 +9,7 @@ because rank 0 may do it alone.
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.patches import Patches
 
 
@@ -18,11 +19,13 @@ class ExactWeights:
     Args:
         steps_taken: returns the number of optimizer steps that the engine has taken.
         update: copies the fp32 master weights into the weights of all ranks. Collective.
+        meter: counts what `update` sends.
     """
 
-    def __init__(self, steps_taken: Callable[[], int], update: Callable[[], None]) -> None:
+    def __init__(self, steps_taken: Callable[[], int], update: Callable[[], None], meter: Meter) -> None:
         self._steps_taken = steps_taken
         self._update = update
+        self._meter = meter
         self._exact_at = steps_taken()
 
     @property
@@ -37,12 +40,13 @@ class ExactWeights:
 
     def renew(self) -> None:
         """Do the same as `synchronise`, even if the weights seem exact, as after loading."""
-        self._update()
+        with self._meter.counting_exact_weights():
+            self._update()
         self._exact_at = self._steps_taken()
 
 
-def attach_exact(engine: Any, update: Callable[[], None], patches: Patches) -> ExactWeights:
+def attach_exact(engine: Any, update: Callable[[], None], meter: Meter, patches: Patches) -> ExactWeights:
     """Return the engine's `ExactWeights`, called before `save_16bit_model`, which all ranks must call."""
-    exact = ExactWeights(lambda: int(engine.global_steps), update)
+    exact = ExactWeights(lambda: int(engine.global_steps), update, meter)
     patches.precede(engine, "save_16bit_model", exact.synchronise)
     return exact

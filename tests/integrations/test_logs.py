@@ -109,6 +109,17 @@ def test_only_training_logs_with_measured_steps_have_figures(tmp_path: Path) -> 
     assert not any("compression" in key for entry in second.logs for key in entry)
 
 
+def test_a_save_does_not_change_the_figures_of_steps(tmp_path: Path) -> None:
+    """Exact weights are sent before a checkpoint. They are logged apart from compressed ones."""
+    args = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    first = run_forks(2, train, Job(str(tmp_path), 2, {**INT4, "weights": {"bits": 4}}, args))[0][0]
+    assert len(set(first.of("compression_bytes_weights"))) == 1
+    assert len(set(first.of("compression_total_ratio"))) == 1
+    # Saves are after steps 2, 4 and 6, and each is counted in the step after it.
+    saved = [entry.get("compression_bytes_exact", 0) > 0 for entry in first.logs if "loss" in entry]
+    assert saved == [False, False, True, False, True, False]
+
+
 def test_logged_figures_match_the_statistics_file(tmp_path: Path) -> None:
     section = {**INT4, "monitor": {"path": str(tmp_path)}}
     first = run_forks(2, train, Job(str(tmp_path), 2, section, {"logging_steps": 2}))[0][0]

@@ -97,7 +97,7 @@ def decide(rank: int, job: Job) -> list[str]:
 
 def test_preset_auto_decides(tmp_path: Path) -> None:
     """Accelerate would take the "auto" of the preset for a value that it must fill in."""
-    job = Job(str(tmp_path), 2, {"preset": "auto", "auto": {"steps": 3}}, {"max_steps": 16})
+    job = Job(str(tmp_path), 2, {"preset": "auto", "auto": {"steps": 3}}, {"max_steps": 22})
     assert run_forks(2, decide, job) == [["auto"]] * 2
 
 

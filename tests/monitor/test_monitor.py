@@ -79,6 +79,7 @@ LINE = {
     "residual_norm": 0.25,
     "cosine": None,
     "bytes_islands": 0,
+    "bytes_exact": 0,
     "bytes_pipeline_saved": 0,
     "bytes_tensor_saved": 0,
     "bytes_experts": 0,
@@ -180,7 +181,7 @@ def test_times_of_a_phase_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_meter_has_all_byte_counters_of_a_line() -> None:
     sizes = Meter(bytes_sent=1, bytes_tensor=2).sizes()
     assert sizes == {name: {"bytes_sent": 1, "bytes_tensor": 2}.get(name, 0) for name in LINE if "bytes_" in name}
-    assert set(KINDS) == sizes.keys() - {"bytes_raw", "bytes_uncompressed", *SAVED}
+    assert set(KINDS) == sizes.keys() - {"bytes_raw", "bytes_uncompressed", "bytes_exact", *SAVED}
 
 
 def test_a_step_begins_with_an_empty_meter() -> None:

@@ -163,7 +163,7 @@ def _make_session(engine: Any, island: IslandUnit | None, parts: Parts) -> tuple
     """
     config, patches = parts.config, parts.patches
     weights = _attach_difference_weights(engine, parts)
-    exact = None if weights is None else attach_exact(engine, weights.synchronise, patches)
+    exact = None if weights is None else attach_exact(engine, weights.synchronise, parts.run.meter, patches)
     inputs = _policy_inputs(engine, parts, None if weights is None else weights.traffic())
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     islands, island_files = _attach_islands(engine, island, parts, saving)

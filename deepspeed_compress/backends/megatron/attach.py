@@ -238,7 +238,11 @@ def _attach_share(
     parts = make_session_parts(exchanged, section, document, patches, writes=rank == 0)
     weights = list(_weights(share, parts))
     compressed = next((one for one in weights if isinstance(one, Weights)), None)
-    exact = None if compressed is None else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise)
+    exact = (
+        None
+        if compressed is None
+        else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise, parts.run.meter)
+    )
     return _AttachedShare(share, Session(parts, exact=exact), parts.run, weights, Place(rank, position, share.device))
 
 

@@ -157,6 +157,7 @@ METRICS = (
     Metric("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
     Metric("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
     *(Metric(f"sent: {kind.title}", kind.size, megabytes, optional=True) for kind in TRAFFIC[1:]),
+    Metric("sent: exact weights, for checkpoints", lambda run: _mean(run, "bytes_exact"), megabytes, optional=True),
     Metric("exchanges between islands", exchanges.count, "{:,.0f}".format, compared=False, tile=True),
     Metric("sent per rank and exchange", exchanges.sent, megabytes, tile=True),
     Metric("extra time of a step with an exchange", exchanges.extra_milliseconds, milliseconds, tile=True),
