@@ -214,7 +214,10 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--spares", type=integer_from(0), default=0, metavar="N", help=what)
     what = "address of one of the hosts, where the agents of all hosts meet; run the same command on each host"
     group.add_argument("--rendezvous", metavar="HOST:PORT", help=what)
-    what = "time without a step or forward pass of any rank, after which all ranks restart (default: %(default)s)"
+    what = (
+        "time without a step or forward pass of any rank, after which all ranks restart (default: %(default)s); "
+        "collectives of a slow start or checkpoint need a longer DEEPSPEED_TIMEOUT, in minutes, too"
+    )
     group.add_argument("--hang", default="10 min", metavar="TIME", help=what)
     what = "time that ranks have to end before they are killed (default: %(default)s)"
     group.add_argument("--grace", default="30 s", metavar="TIME", help=what)
