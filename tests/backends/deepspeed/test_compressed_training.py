@@ -5,7 +5,7 @@ import torch
 
 import deepspeed_compress
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, network, train
+from tests.support.jobs import Job, Outcome, network, train
 from tests.support.methods import BF16, FP32_SUMS, METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
 SAMPLED = pytest.mark.sampled(8, "deepspeed_compress/backends/deepspeed/gradients")
@@ -97,6 +97,38 @@ def test_same_seed_same_bits(stage):
     first, second, third = run_forks(2, train, job, job, other)[0]
     assert first == second
     assert first != third
+
+
+def train_after_garbage(rank: int, *jobs: Job) -> list[Outcome]:
+    """Run the jobs with garbage in memory that nobody has written, and NaN in what torch leaves uninitialized."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = []
+    for job in jobs:
+        garbage = [torch.full((size,), rank + 0.5) for size in (1, 3, 16, 60, 200, 600, 2000) for _ in range(30)]
+        del garbage
+        found += train(rank, job)
+    return found
+
+
+WEIGHTS = {"weights": {"bits": 8, "block_size": 32}}
+LATER_ENGINES = [
+    Job(2, {"gradients": METHODS["int4_stochastic"]}, extra=BF16),
+    Job(2, {"gradients": METHODS["int8"], **WEIGHTS}, extra=BF16),
+    Job(2, {"gradients": METHODS["topk_int4"], "weights": {**WEIGHTS["weights"], "overlap": True}}, extra=BF16),
+    Job(1, {"gradients": METHODS["int2"], **WEIGHTS}, zero={"overlap_comm": True}),
+    Job(1, {"gradients": METHODS["percentile"]}),
+    Job(0, {"gradients": METHODS["qsgd"]}),
+    Job(0, {"gradients": METHODS["powersgd"]}),
+]
+
+
+def test_bits_depend_on_neither_earlier_engines_nor_uninitialized_memory():
+    """Not on those without ZeRO 3, which leaves its own `torch.nn.functional.linear` in the process."""
+    forward = run_forks(2, train, *LATER_ENGINES)
+    assert run_forks(2, train_after_garbage, *LATER_ENGINES[::-1]) == [found[::-1] for found in forward]
+    of_stage_3 = [Job(3, job.section) for job in LATER_ENGINES[:2]]
+    forward = run_forks(2, train, *of_stage_3)
+    assert run_forks(2, train_after_garbage, *of_stage_3[::-1]) == [found[::-1] for found in forward]
 
 
 @SAMPLED
