@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_compress.config.methods import DEFAULT_METHOD
 from deepspeed_compress.config.models import SECTION
-from deepspeed_compress.config.schema import DEFAULT_METHOD, SchemaView, choices
+from deepspeed_compress.config.schema import SchemaView, choices
 from deepspeed_compress.diagnostics import Path, pointer
 
 _SWITCHES = frozenset({"enable", "enabled", "active", "on"})

@@ -14,12 +14,13 @@ from deepspeed_compress.config.auto_values import find_auto_values
 from deepspeed_compress.config.contradictions import find_contradictions, find_mismatches
 from deepspeed_compress.config.expand import find_conflicts
 from deepspeed_compress.config.guesses import SYNONYMS, bits_of, remedy_of_key, settings_of
+from deepspeed_compress.config.methods import DEFAULT_METHOD
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged_places
 from deepspeed_compress.config.preset import with_preset
 from deepspeed_compress.config.problems import listed, problem, raise_problems, show
-from deepspeed_compress.config.schema import DEFAULT_METHOD, SchemaView, choices, describe, value_at
+from deepspeed_compress.config.schema import SchemaView, choices, describe, value_at
 from deepspeed_compress.config.unsupported import find_unsupported
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, pointer
 from deepspeed_compress.errors import CompressWarning
