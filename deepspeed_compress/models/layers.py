@@ -4,6 +4,7 @@ Layers pass on hidden states (batch, length, width), or a pair of hidden states 
 of the tokens that are not padding. The first layer takes token ids in place of hidden states.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from deepspeed.module_inject.layers import ColumnParallel, VocabParallelEmbeddin
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+_CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""Name of the argument that takes a cache. transformers 5.24 renamed it, and warns of the old name at every call."""
 
 StageInput = Tensor | tuple[Tensor, Tensor]
 
@@ -71,8 +75,8 @@ class DecoderLayer(nn.Module):
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=padding,
-            past_key_values=None,
             position_ids=positions,
+            **{_CACHE: None},
         )
         rotated = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, positions)}
         output = self.layer(hidden, attention_mask=mask, position_ids=positions, **rotated)
