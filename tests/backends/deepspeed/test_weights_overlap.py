@@ -336,6 +336,17 @@ def test_pipelines_are_refused() -> None:
         run_forks(2, with_pipeline)
 
 
+def with_script(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    make_engine(model, Job(1, section(True)).config())
+
+
+def test_a_scripted_module_is_refused_by_name() -> None:
+    refusal = f"{UnsupportedError.__name__}: /deepspeed_compress/weights/overlap: true cannot be combined with 1, which"
+    with pytest.raises(RankError, match=refusal):
+        run_forks(2, with_script)
+
+
 @pytest.mark.parametrize("extra", [{"parallelism": {"zero_stage": 3}}, {"parallelism": {"pipeline": 2}}])
 def test_unsupported_combinations_are_refused(extra: dict[str, Any]) -> None:
     given = section(True, **extra)

@@ -205,8 +205,8 @@ def _check(engine: Any) -> None:
     scripted = [name for name, one in engine.module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
     if scripted:
         raise UnsupportedError(
-            f"/deepspeed_compress/weights/overlap: true cannot be combined with {scripted[0] or 'the model'}, which is "
-            "a torch.jit.ScriptModule: what it reads cannot be intercepted (allowed: false); write false"
+            f"/deepspeed_compress/weights/overlap: true cannot be combined with {scripted[0]}, which is a "
+            "torch.jit.ScriptModule: what it reads cannot be intercepted (allowed: false); write false"
         )
     if isinstance(engine, PipelineEngine):
         raise UnsupportedError(

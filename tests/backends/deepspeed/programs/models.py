@@ -105,6 +105,53 @@ class Adapted(nn.Module):
         return self.head(checkpoint(self.hidden, x, use_reentrant=self.reentrant))
 
 
+class Kept(nn.Linear):
+    """Layer whose forward fails if a bit of its weight has changed since it was made."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.given = self.weight.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.equal(self.weight, self.given), "frozen weights were changed"
+        return super().forward(x)
+
+
+class Quantized(nn.Module):
+    """Frozen matrix of packed codes and a frozen matrix of numbers, with a trained matrix of low rank, as in QLoRA.
+
+    Forward fails if a bit of a frozen matrix has changed. `storage` is the dtype that holds the codes.
+    """
+
+    def __init__(self, storage: torch.dtype = torch.uint8) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (17, WIDTH), dtype=torch.uint8)
+        self.codes = nn.Parameter(codes.view(storage), requires_grad=False)
+        self.base = Kept(17, 17).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 17, bias=False)
+        self.head = nn.Linear(17, 1)
+        self.given = codes.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.codes.detach().view(torch.uint8)
+        assert torch.equal(codes, self.given), "packed codes were changed"
+        hidden = x @ ((codes.to(x.dtype) - 128) / 512).t() + self.up(self.down(x))
+        return self.head(torch.tanh(self.base(hidden)))
+
+
+class Scripted(nn.Module):
+    """Model with a part that `torch.jit.script` has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(WIDTH, 17)
+        self.scripted = torch.jit.script(nn.Linear(17, 17))
+        self.head = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.scripted(self.inputs(x))))
+
+
 class Words(nn.Module):
     """Embedding whose rows are chosen by the signs of the input. The head may be tied to it."""
 

@@ -16,7 +16,9 @@ from tests.backends.deepspeed.programs.models import (
     Late,
     Nested,
     Odd,
+    Quantized,
     Returning,
+    Scripted,
     Words,
     network,
 )
@@ -245,6 +247,15 @@ PROGRAMS = (
     Program("LoRA", Learning(Adapted)),
     Program("LoRA in a reentrant checkpoint", Learning(Adapted, 17, True)),
     Program("LoRA in a checkpoint", Learning(Adapted, 17, False)),
+    Program("LoRA on packed codes in bytes", Learning(Quantized), fails={2: "can't be cast"}),
+    Program("LoRA on packed codes in fp32", Learning(Quantized, torch.float32)),
+    Program(
+        "LoRA on packed codes, gathered again",
+        Learning(Quantized),
+        stages=(3,),
+        config={"zero_optimization": {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}},
+    ),
+    Program("a part in TorchScript", Learning(Scripted), fails={3: "not supported on ScriptModules"}),
     Program(
         "layer shared between reentrant checkpoints",
         Learning(Checkpointed, True),
