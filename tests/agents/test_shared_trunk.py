@@ -110,7 +110,7 @@ def test_trunks_are_equal_after_a_round_and_a_resumed_run_is_too(tmp_path: Path)
     found = []
     for run in (Run(tmp_path, [], [], saved=1), Run(tmp_path, [], [], first=2)):
         with coordinator() as address, own_ports(AGENTS) as ports:
-            shared = elastic_section(address, sync_every=2, own=OWN)
+            shared = elastic_section(address, timeout="60 s", give_up="300 s", sync_every=2, own=OWN)
             found.append(run_forks(AGENTS, train, replace(run, ports=ports, sections=[shared] * AGENTS)))
     (first, second), resumed = found
     for number, (one, other) in enumerate(zip(first, second, strict=True), 1):

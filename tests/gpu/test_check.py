@@ -222,11 +222,13 @@ def test_comparing_needs_only_torch_triton_and_pytest() -> None:
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_a_whole_run_without_a_gpu(tmp_path: Path) -> None:
     script = [str(ROOT / "launch" / "gpu_check.sh"), "--device", "cpu", "--output", str(tmp_path / "found.json")]
     environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["bash", *script], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=590)
+    done = subprocess.run(
+        ["bash", *script], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=3500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "found.json").read_text())
     assert {one["part"] for one in written["findings"]} == {part.name for part in PARTS}

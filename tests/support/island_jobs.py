@@ -49,13 +49,14 @@ def run_apart(count: int, work: Callable[..., T], job: Job, *args: Any, size: in
         job: run of an island. Its section is added to that of `elastic_section`.
         args: further arguments of `work`.
         size: ranks of an island.
-        islands: arguments of `elastic_section`.
+        islands: arguments of `elastic_section`. An island may be silent for long, since the machine may be busy.
 
     Returns:
         The results in rank order.
     """
     with coordinator() as address, own_ports(count) as ports:
-        given = replace(job, section={**elastic_section(address, **islands), **(job.section or {})})
+        patient = {"timeout": "60 s", "give_up": "300 s", **islands}
+        given = replace(job, section={**elastic_section(address, **patient), **(job.section or {})})
         return run_forks(count * size, _in_island, work, given, args, size, ports)
 
 

@@ -2,8 +2,10 @@
 
 import os
 import stat
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,18 +113,39 @@ def test_a_state_that_cannot_be_written_is_reported_and_delays_all_answers(tmp_p
         assert there.receive(60)["kind"] == "welcome"
 
 
-@pytest.mark.slow("deepspeed_compress/transport")
-def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
+class WatchedLock:
+    """Lock that knows which threads wait for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.waiting = threading.Lock(), set[int]()
+
+    def __enter__(self) -> None:
+        self.waiting.add(threading.get_ident())
+        self._lock.acquire()
+        self.waiting.remove(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_stall_of_the_coordinator_does_not_lose_islands(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its disk or host has stalled, pending messages are handled before any island is lost."""
     printed: list[str] = []
-    server = island_server(None, "127.0.0.1", 0, printed.append)
+    server, ahead = island_server(None, "127.0.0.1", 0, printed.append), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr("deepspeed_compress.local_sgd.coordinator.server.time", clock)
+    server._lock = lock = WatchedLock()  # type: ignore[assignment]
     with serving(server):
-        client = CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        address = f"127.0.0.1:{server.port}"
+        client = CoordinatorClient(address, 60.0, 600.0, {"timeout": 60.0}, "host:1", ["host:2"])
         for _ in range(2):
-            with server._lock:
+            with lock:
                 # The clock waits first, so it would also be the first to continue.
-                time.sleep(1.8)
-            time.sleep(0.3)
+                until(lambda: len(lock.waiting) == 1)
+                client._send({"kind": "beat"})
+                until(lambda: len(lock.waiting) == 2)
+                ahead[0] += 100.0
+            until(lambda: all(one["silent"] < 50.0 for one in status(address)["islands"]))
         client.leave()
     assert [one for one in printed if "was silent" in one] == []
 
