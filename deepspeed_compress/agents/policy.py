@@ -15,6 +15,8 @@ from deepspeed_compress.errors import RolloutError
 _LOG = logging.getLogger(__name__)
 _PAUSE = 10.0
 """Pause after a failed update, in multiples of its time: requests that wait for updates lose a tenth of their time."""
+_LONGEST_PAUSE = 60.0
+"""Longest such pause in seconds, after which new weights would be late when the store is back."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Updates:
         except (RolloutError, OSError) as error:
             self._go_on(error)
             end = time.monotonic()
-            self._next = end + _PAUSE * (end - begin)
+            self._next = end + min(_PAUSE * (end - begin), _LONGEST_PAUSE)
         else:
             self._is_away = False
         return self._receiver.version or 0
