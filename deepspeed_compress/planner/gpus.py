@@ -102,6 +102,48 @@ _GPUS = (
     _gpu(
         "4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"
     ),
+    _gpu(
+        "5090",
+        209.5,
+        (33.7, 1792),
+        ("PCIe", 32),
+        8,
+        0.93,
+        _FLASH_AMPERE,
+        "RTX Blackwell whitepaper (fp32 sums); no peer access: by the host; best share as 4090",
+    ),
+    _gpu(
+        "RTX-PRO-6000",
+        503.8,
+        (102.0, 1792),
+        ("PCIe", 64),
+        8,
+        0.70,
+        _FLASH_AMPERE,
+        "RTX PRO Blackwell whitepaper; best share as L40S",
+    ),
+    _gpu("A10G", 70, (23.7, 600), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE, "A10G data sheet; best share as A6000"),
+    _gpu("L4", 121, (23.7, 300), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L4 data sheet; best share as L40S"),
+    _gpu(
+        "GB10",
+        125,
+        (124.0, 273),
+        ("PCIe", 32),
+        1,
+        0.70,
+        _FLASH_AMPERE,
+        "DGX Spark data sheet: an eighth of the sparse fp4 rate; 128 GB shared with the CPU; best share as L40S",
+    ),
+    _gpu(
+        "MI300A",
+        980.6,
+        (124.0, 5300),
+        ("xGMI", 384),
+        4,
+        0.51,
+        _FLASH_OTHER,
+        "MI300A data sheet; 128 GB shared with the CPU; best share as MI300X",
+    ),
     _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER, f"MI300X data sheet; {_MAMF}"),
     _gpu(
         "MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER, f"one of its two dies: data sheet; {_MAMF}"
@@ -125,21 +167,27 @@ _CPU = Gpu(
 GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (*_GPUS, _CPU)}
 
 
-_VENDORS = "NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|RTX|SXM[0-9]?|HBM[0-9]?"
-"""Words that are ignored in the name of a GPU."""
+_IGNORED = (
+    r"\b(NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|BLACKWELL|WORKSTATION|SERVER|EDITION)\b|\bRTX|(SXM|HBM)[0-9]?\b"
+)
+"""What is ignored in the name of a GPU, some of it also without a space: RTX4090, H100SXM5."""
+_ALIASES: Mapping[str, str] = {"DGXSPARK": "GB10", "SPARK": "GB10"}
+"""Other names, without spaces and hyphens."""
 _GIB = 2**30
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU that `text` names, such as "H100", "A100-SXM4-40GB", "NVIDIA H100 PCIe" or "RTX 4090".
+    """Return the GPU that `text` names, such as "H100", "A100-SXM4-40GB", "V100-32", "NVIDIA H100 PCIe" or "RTX4090".
 
     Raises:
         ConfigError: The table has no such GPU.
     """
-    words = re.findall("[0-9A-Z]+", re.sub(rf"\b({_VENDORS})\b", "", text.upper().replace("_", "-")))
+    words = _words(text)
     sizes = [int(word.rstrip("GIB")) for word in words if re.fullmatch("[0-9]+GI?B?", word)]
     name = "".join(word for word in words if not re.fullmatch("[0-9]+GI?B?", word))
-    found = [gpu for gpu in GPUS.values() if name in _names(gpu) and _has_memory(gpu, sizes)]
+    found = _with_memory(name, sizes)
+    if not found and len(words) > 1 and words[-1].isdigit():
+        found = _with_memory(name.removesuffix(words[-1]), [*sizes, int(words[-1])])
     if not found:
         raise ConfigError(
             f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
@@ -147,10 +195,20 @@ def find_gpu(text: str) -> Gpu:
     return found[0]
 
 
+def _words(text: str) -> list[str]:
+    return re.findall("[0-9A-Z]+", re.sub(_IGNORED, "", re.sub("[-_]", " ", text.upper())))
+
+
+def _with_memory(name: str, sizes: list[int]) -> list[Gpu]:
+    """Return the GPUs of this name, without spaces and hyphens, whose memory is as large as all of `sizes` say."""
+    name = _ALIASES.get(name, name)
+    return [gpu for gpu in GPUS.values() if name in _names(gpu) and _has_memory(gpu, sizes)]
+
+
 def _names(gpu: Gpu) -> tuple[str, ...]:
-    """Return the names of a GPU without hyphens. The name A100 stands for both sizes of its memory."""
-    plain = gpu.name.upper().replace("-", "")
-    return (plain, plain.removesuffix("80").removesuffix("40")) if plain.startswith("A100") else (plain,)
+    """Return the names of a GPU without spaces and hyphens. The name A100 stands for both sizes of its memory."""
+    plain = "".join(_words(gpu.name))
+    return (plain, "A100") if plain.startswith("A100") else (plain,)
 
 
 def _has_memory(gpu: Gpu, sizes: list[int]) -> bool:

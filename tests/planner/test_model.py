@@ -101,6 +101,25 @@ def test_keys_that_are_left_out_have_the_defaults_of_transformers(tmp_path: Path
         ("a100", "A100-80"),
         ("A100-SXM4-40GB", "A100-40"),
         ("NVIDIA GeForce RTX 4090", "4090"),
+        ("RTX4090", "4090"),
+        ("rtx-4090", "4090"),
+        ("RTX 5090", "5090"),
+        ("RTX5090-32GB", "5090"),
+        ("H100-80", "H100"),
+        ("H100SXM5", "H100"),
+        ("H100 PCIe 80", "H100-PCIe"),
+        ("A100-40", "A100-40"),
+        ("a100_80", "A100-80"),
+        ("A800-80", "A800"),
+        ("V100-32", "V100"),
+        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("A10G", "A10G"),
+        ("L4", "L4"),
+        ("GB10", "GB10"),
+        ("DGX Spark", "GB10"),
+        ("MI300A", "MI300A"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("GH200", "GH200"),
         ("GB200", "GB200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
@@ -112,7 +131,7 @@ def test_gpus_have_several_names(text: str, name: str) -> None:
     assert find_gpu(text).name == name
 
 
-@pytest.mark.parametrize("text", ["A1000", "H100 NVL", "V100-16GB", "A100-PCIE-40GB", "A100-0GB", "L40", "TPU"])
+@pytest.mark.parametrize("text", ["A1000", "H100 NVL", "V100-16GB", "V100-16", "H100-94", "RTX 6000 Ada", "4090-80", "A100-PCIE-40GB", "A100-0GB", "L40", "TPU"])
 def test_another_gpu_is_not_taken_for_one_of_the_table(text: str) -> None:
     with pytest.raises(ConfigError, match="is not in the table"):
         find_gpu(text)

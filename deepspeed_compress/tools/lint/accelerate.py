@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 
 from deepspeed_compress.diagnostics import Path, Span
 from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node
+from deepspeed_compress.tools.lint.values import number, text_number
 
 SECTION = "deepspeed_config"
 NAME = "deepspeed_config_file"
@@ -84,20 +85,24 @@ def named_file(document: Document) -> str | None:
     return next((path for path in (name, beside, *above) if os.path.isfile(path)), None)
 
 
+def is_left_out(member: Member) -> bool:
+    """Return True for gradient_clipping 0: Accelerate leaves the key out, and DeepSpeed clips by its default."""
+    value = member.value.value
+    return member.key == "gradient_clipping" and 0 in (number(value), text_number(value))
+
+
 def _placed(document: Document, section: Member) -> Iterator[Placed]:
     """Yield every value that Accelerate writes, with its path in the configuration and its place in the text."""
-    given = [
-        (PLACES[member.key], member.key_span, member.value)
-        for member in section.value.members
-        if member.key in PLACES and not (member.key.endswith("nvme_path") and member.value.value == "none")
-    ]
-    yield from given
+    members = [member for member in section.value.members if member.key in PLACES]
+    for member in members:
+        if not is_left_out(member) and not (member.key.endswith("nvme_path") and member.value.value == "none"):
+            yield PLACES[member.key], member.key_span, member.value
     precision = document.member("mixed_precision")
     if precision is not None and precision.value.value in PRECISIONS:
         enabled = Node("bool", True, precision.value.span)
         yield (precision.value.value, "enabled"), precision.key_span, enabled
     for path, kind, value in _DEFAULTS:
-        if path not in [place for place, _, _ in given]:
+        if path not in [PLACES[member.key] for member in members]:
             yield path, section.key_span, Node(kind, value, section.key_span)
 
 

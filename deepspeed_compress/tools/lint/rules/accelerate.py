@@ -1,7 +1,16 @@
 """Rules on configurations of Accelerate: settings that never reach DeepSpeed."""
 
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
-from deepspeed_compress.tools.lint.accelerate import NAME, PLACES, SECTION, file_name, is_used, named_file, settings
+from deepspeed_compress.tools.lint.accelerate import (
+    NAME,
+    PLACES,
+    SECTION,
+    file_name,
+    is_left_out,
+    is_used,
+    named_file,
+    settings,
+)
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.values import show
@@ -65,7 +74,8 @@ def accelerate_key_dropped(document: Document, context: Context) -> Findings:
     """deepspeed_config has a key that Accelerate does not pass on.
 
     Accelerate knows a dozen keys of this section (accelerate/utils/launch.py). It silently drops all others, such as
-    DeepSpeed's section optimizer. It reads paths for NVMe but does not pass them on.
+    DeepSpeed's section optimizer. It reads paths for NVMe but does not pass them on, nor gradient_clipping if that is 0
+    (accelerate/utils/dataclasses.py): DeepSpeed then clips by its default of 1.0.
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"zero_stage": 2, "train_micro_batch_size_per_gpu": 4}}
@@ -86,7 +96,7 @@ def accelerate_key_dropped(document: Document, context: Context) -> Findings:
 def _is_dropped(document: Document, member: Member) -> bool:
     if member.key in _PATHS:
         return member.value.value not in (None, "none") and file_name(document) is None
-    return member.key not in PLACES and member.key not in _LAUNCHED
+    return is_left_out(member) or (member.key not in PLACES and member.key not in _LAUNCHED)
 
 
 @rule("DSC732", "warning")

@@ -151,26 +151,30 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
 def hf_no_clipping(document: Document, context: Context) -> Findings:
     """gradient_clipping is missing in a file for Hugging Face.
 
-    DeepSpeed clips only according to its own configuration, and Accelerate's clip_grad_norm_ does nothing with it
-    (accelerate/accelerator.py). The Trainer's max_grad_norm, which is 1.0 by default, therefore has no effect. If the
-    value is "auto", the Trainer fills in max_grad_norm, and Accelerate fills in 1.0.
+    DeepSpeed clips only according to its own configuration, by default to a norm of 1.0, and not at all before 0.19.3
+    (runtime/constants.py). Accelerate's clip_grad_norm_ does nothing with it (accelerate/accelerator.py). The Trainer's
+    max_grad_norm therefore has no effect. If the value is "auto", the Trainer fills in max_grad_norm, and Accelerate
+    fills in 1.0.
 
     Wrong: {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}}
     Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0}}
     Context: {"framework": "hf"}
-    Proof: accepts gradients are not clipped, although the arguments say so
+    Proof: accepts gradients are clipped by DeepSpeed's default, whatever the arguments say
     """
-    if hugging_face(context) and not document.has("gradient_clipping"):
-        what = "without gradient_clipping nothing is clipped, whatever max_grad_norm and clip_grad_norm_ say"
-        value, why = _CLIPPING[context.framework == "hf"]
+    if hugging_face(context) and document.origin is None and not document.has("gradient_clipping"):
+        what = "without gradient_clipping DeepSpeed's default clips, whatever max_grad_norm and clip_grad_norm_ say"
+        value, remark = _CLIPPING[context.framework == "hf"]
         correction = fix(f"Write {show(value)}", add(document, (), "gradient_clipping", value), safe=False)
-        instead = f'"gradient_clipping": {show(value)}{why}, or 0.0 to have it so'
-        yield finding(("gradient_clipping",), what, instead, correction)
+        yield finding(("gradient_clipping",), what, f'"gradient_clipping": {show(value)}{remark}', correction)
 
 
 _CLIPPING: tuple[tuple[object, str], tuple[object, str]] = (
-    (1.0, ' or the number that clip_grad_norm_ is given ("auto" is 1.0 with Accelerate, whatever it is given)'),
-    (AUTO, ""),
+    (
+        1.0,
+        ' or the number that clip_grad_norm_ is given ("auto" is 1.0 with Accelerate, whatever it is given), or 0.0 to'
+        " clip nothing",
+    ),
+    (AUTO, ", which is max_grad_norm"),
 )
 """Value to write and a remark on it: with Accelerate, and with the Trainer."""
 
@@ -249,8 +253,9 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
     if context.framework == "hf" and ours and document.stage == 3 and document.get("train_batch_size") == AUTO:
         why = "weights are partitioned before DeepSpeed counts more than one"
         what = f'"auto" may fail on CPUs with stage 3 and several processes: {why}'
-        correction = fix("Remove it", remove(document, ("train_batch_size",)))
-        yield finding(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu is enough", correction)
+        correction = fix("Remove it", remove(document, ("train_batch_size",)), safe=False)
+        instead = "nothing on CPUs: train_micro_batch_size_per_gpu is enough; on GPUs, leave it"
+        yield finding(("train_batch_size",), what, instead, correction)
 
 
 @rule("DSC720", "warning")

@@ -115,9 +115,12 @@ def muon_update_clipped(document: Document, context: Context) -> Findings:
     clipping = 1.0 if means_auto(value) else document.number("gradient_clipping", default=1.0)
     clips_updates = document.stage in (1, 2, 3) and not document.chooses_bf16_optimizer
     if document.optimizer == "muon" and clips_updates and clipping is not None and clipping > 0:
-        norm = "max_grad_norm, 1.0 by default" if means_auto(value) else f"a norm of {show(clipping)}"
+        trainer = context.framework == "hf"
+        filled = "max_grad_norm, 1.0 by default" if trainer else 'a norm of 1.0, which stands for "auto"'
+        norm = filled if means_auto(value) else f"a norm of {show(clipping)}"
         what = f"Muon's steps are clipped to {norm}, whatever the learning rate is"
-        yield finding(("optimizer", "type"), what, '"gradient_clipping": 0 as well, and max_grad_norm=0 for Trainer')
+        instead = '"gradient_clipping": 0 as well' + (", and max_grad_norm=0 for the Trainer" if trainer else "")
+        yield finding(("optimizer", "type"), what, instead)
 
 
 @rule("DSC500", "error")

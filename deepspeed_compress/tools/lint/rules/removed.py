@@ -1,9 +1,9 @@
 """Rules on former keys of DeepSpeed. Removed keys are refused; deprecated ones are converted or ignored."""
 
-from deepspeed_compress.diagnostics import Fix
+from deepspeed_compress.diagnostics import Fix, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
-from deepspeed_compress.tools.lint.keys import known_values
+from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import ONE_BIT, ZERO, corrected, finding, key_finding
 from deepspeed_compress.tools.lint.values import show
@@ -200,6 +200,13 @@ def zero_boolean(document: Document, context: Context) -> Findings:
 
 
 _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+_ELSEWHERE = {"cpu_offload_use_pin_memory": '"pin_memory" in offload_optimizer or offload_param'}
+
+
+def _names(path: Path, key: Key) -> tuple[str, ...]:
+    """Return the names of the key that replaces the deprecated one at `path`, the documented one first."""
+    new = keys().sections[tuple(map(str, path[:-1]))].keys.get(key.deprecated)
+    return (new.alias, key.deprecated) if new is not None and new.alias else (key.deprecated,)
 
 
 @rule("DSC121", "warning")
@@ -215,21 +222,21 @@ def deprecated_key(document: Document, context: Context) -> Findings:
     Proof: warns Config parameter cpu_offload is deprecated
     """
     for path, key, _ in known_values(document, strict=True):
-        if key.deprecated and not document.has(*path[:-1], key.deprecated):
-            instead = _OFFLOADS.get(str(path[-1]), key.deprecated)
-            what = f'"{path[-1]}" is deprecated in favour of {key.deprecated}'
-            yield key_finding(path, what, f'"{instead}"', _modern(document, str(path[-1])))
+        names = _names(path, key)
+        if key.deprecated and not any(document.has(*path[:-1], name) for name in names):
+            instead = _ELSEWHERE.get(str(path[-1]), f'"{names[0]}"')
+            what = f'"{path[-1]}" is deprecated in favor of {instead}'
+            yield key_finding(path, what, instead, _modern(document, str(path[-1]), names[0]))
 
 
-def _modern(document: Document, key: str) -> Fix | None:
+def _modern(document: Document, key: str, new: str) -> Fix | None:
     """Return a fix that replaces a deprecated key by its new name, or None."""
-    path, new = (ZERO, key), _OFFLOADS.get(key)
-    if key == "stage3_gather_fp16_weights_on_model_save":
-        return fix("Use the new name", rename(document, path, "stage3_gather_16bit_weights_on_model_save"))
-    if new is None or document.get(*path) is not True:
+    path = (ZERO, key)
+    if key not in (*_OFFLOADS, *_ELSEWHERE):
+        return fix("Use the new name", rename(document, path, new))
+    if key not in _OFFLOADS or document.get(*path) is not True:
         return None
-    edits = (rename(document, path, new), replace(document, path, {"device": "cpu"}))
-    return fix(f"Write {new}", *edits) if not document.has(ZERO, new) else None
+    return fix(f"Write {new}", rename(document, path, new), replace(document, path, {"device": "cpu"}))
 
 
 @rule("DSC122", "error")
@@ -245,9 +252,10 @@ def deprecated_and_new_key(document: Document, context: Context) -> Findings:
     Proof: raises Cannot provide deprecated parameter
     """
     for path, key, _ in known_values(document, strict=True):
-        if key.deprecated and document.has(*path[:-1], key.deprecated):
-            what = f'"{path[-1]}" is next to "{key.deprecated}", which replaces it (allowed: one of them)'
-            yield key_finding(path, what, f'only "{key.deprecated}"', fix("Remove it", remove(document, path)))
+        new = next((name for name in _names(path, key) if document.has(*path[:-1], name)), None)
+        if key.deprecated and new is not None:
+            what = f'"{path[-1]}" is next to "{new}", which replaces it (allowed: one of them)'
+            yield key_finding(path, what, f'only "{new}"', fix("Remove it", remove(document, path)))
 
 
 @rule("DSC123", "error")

@@ -7,8 +7,8 @@ from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import corrected, finding, text_model
-from deepspeed_compress.tools.lint.values import AUTO, integer, listed, show
+from deepspeed_compress.tools.lint.rules.common import corrected, finding, text_model, unknown_parameter, unknown_word
+from deepspeed_compress.tools.lint.values import AUTO, integer, listed, name, show
 
 _SIZE = ("tensor_parallel", "autotp_size")
 _TP_SIZE = ("tensor_parallel", "tp", "tp_size")
@@ -183,6 +183,72 @@ def liger_without_parallel_head(document: Document, context: Context) -> Finding
     head = document.get("tensor_parallel", "vocab_parallel_lm_head")
     if document.get(*path) == "liger" and head is False:
         yield finding(path, '"liger" without a vocabulary-parallel head', '"torch", or "vocab_parallel_lm_head": true')
+
+
+_PARTITION = ("tensor_parallel", "partition_config")
+_PARTITION_KEYS = frozenset(
+    {"tp_size", "layer_specs", "embedding_partition_dim", "lm_head_patterns", "use_default_specs", "strict_mode"}
+)
+_SPEC_KEYS = frozenset(
+    {"patterns", "partition_type", "gather_output", "grad_allreduce", "shape", "partition_dim", "model_types"}
+)
+_PARTITION_TYPES: Mapping[str, str] = {"column": "", "row": "", "skip": ""}
+
+
+def _layer_specs(document: Document) -> list[Path]:
+    """Return the paths of the layer specifications for AutoTP, which DeepSpeed reads only with autotp_size above 1."""
+    specs = document.get(*_PARTITION, "layer_specs")
+    if _native_size(document) == 1 or not isinstance(specs, list):
+        return []
+    return [(*_PARTITION, "layer_specs", number) for number, spec in enumerate(specs) if isinstance(spec, dict)]
+
+
+@rule("DSC628", "error")
+def tensor_partition_type(document: Document, context: Context) -> Findings:
+    """The partition_type of a layer specification is not column, row or skip.
+
+    The engine refuses another word at the start (module_inject/autotp_config.py). A value that is not text matches none
+    of the three, without a message.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": false, "layer_specs": [
+        {"patterns": [".*o_proj.*"], "partition_type": "colum"}]}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": false, "layer_specs": [
+        {"patterns": [".*o_proj.*"], "partition_type": "column"}]}}}
+    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: raises 'colum' is not a valid PartitionType
+    """
+    for spec in _layer_specs(document):
+        path = (*spec, "partition_type")
+        value = document.get(*path, default="column")
+        if not isinstance(value, str) or value.lower() not in _PARTITION_TYPES:
+            what = f"{show(value)} is not a way to divide a layer (allowed: {listed(tuple(_PARTITION_TYPES))})"
+            yield unknown_word(document, path, _PARTITION_TYPES, what, '"column", "row" or "skip"')
+
+
+@rule("DSC629", "warning")
+def tensor_partition_key_ignored(document: Document, context: Context) -> Findings:
+    """DeepSpeed does not know a key in partition_config, and ignores it.
+
+    It takes the keys that it knows, and defaults for the others (module_inject/autotp_config.py): without
+    partition_type, a layer is divided by columns.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": false, "layer_specs": [
+        {"patterns": [".*o_proj.*"], "partition_typ": "row"}]}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": false, "layer_specs": [
+        {"patterns": [".*o_proj.*"], "partition_type": "row"}]}}}
+    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: accepts the layer is divided in the default way
+    """
+    known = dict.fromkeys(_layer_specs(document), _SPEC_KEYS)
+    for holder, names in {_PARTITION: _PARTITION_KEYS, **known}.items() if _native_size(document) > 1 else ():
+        for key in document.section(*holder):
+            if key not in names:
+                what = f'"{key}" is not a key of {name(holder)}, and has no effect'
+                yield unknown_parameter(document, (*holder, key), names, what)
 
 
 @rule("DSC640", "error")

@@ -89,7 +89,8 @@ def numeric_string(document: Document, context: Context) -> Findings:
     """A number is written as text, in a section that converts it.
 
     DeepSpeed's models convert text into numbers (runtime/config_utils.py). Hugging Face, which compares and multiplies
-    the values of the same file, does not.
+    the values of the same file, does not: with the stage "3", Accelerate prepares no model for stage 3
+    (accelerate/utils/deepspeed.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": "500000"}}
@@ -99,7 +100,7 @@ def numeric_string(document: Document, context: Context) -> Findings:
     """
     for path, key, member in misfits(document, strict=True):
         meant = _meant_number(key, member)
-        if meant is not None and not key.choices and path not in READ_RAW:
+        if meant is not None and (not key.choices or meant in key.choices) and path not in READ_RAW:
             what = f"{show(member.value.value)} is text (allowed: a number)"
             yield corrected(document, path, what, meant, "Write a number")
 
