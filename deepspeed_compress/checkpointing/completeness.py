@@ -180,13 +180,14 @@ def discard(save: Save) -> None:
     """Remove what all ranks have written of a save that some of them have failed to write.
 
     Nothing is removed if every rank that has listed its files has written them: the hosts may not share the directory.
-    If other files are in the tag directory, the lists stay, and say that the checkpoint is incomplete.
+    The lists stay, and say that the checkpoint is incomplete, if there are other files, or if the program has named the
+    tag, which it may be about to save again.
     """
     lists = [one for one in read_lists(save.place) if (one.run, one.number) == (save.run, save.number)]
     if lists and not any(one.problem for one in lists):
         return
     remove_files(save.place / name for one in lists for name in one.files)
-    if set(save.place.iterdir()) <= set(list_paths(save.place)):
+    if save.automatic and set(save.place.iterdir()) <= set(list_paths(save.place)):
         unlist_all(save.place)
         save.place.rmdir()
 

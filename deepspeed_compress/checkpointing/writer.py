@@ -139,7 +139,8 @@ def _write_all(connection: Connection, private: bool) -> None:
         except (EOFError, OSError):
             break
         for one in failed:
-            if one.save.number <= task.ended:
+            # A save of the same tag replaces these files itself, and needs the directory.
+            if one.save.number <= task.ended and one.save.place != task.save.place:
                 tried(partial(_discard, one))
         failed = [one for one in failed if one.save.number > task.ended]
         listed, problem = tried(partial(_write, task, descriptor))

@@ -212,6 +212,29 @@ def test_nothing_is_left_of_a_checkpoint_that_a_rank_could_not_write(tmp_path):
     assert not (tmp_path / "checkpoints" / "global_step1").exists()
 
 
+def save_one_tag_again(rank: int, directory: str) -> tuple[list[str], list[tuple]]:
+    """Save a tag twice on a full disk, and once more while it is not full."""
+    flag = Path(directory).with_name("full")
+    with full_disk(flag), caught_warnings() as texts:
+        engine = start(job(1))
+        for number in range(3):
+            if number == 2:
+                dist.barrier()
+                flag.unlink(missing_ok=True)
+                dist.barrier()
+            engine.save_checkpoint(directory, tag="last")
+            engine.compression.saving.wait()
+    engine.destroy()
+    return texts, [(found.tag, found.complete) for found in checkpoints(Path(directory))]
+
+
+def test_a_tag_is_saved_again_after_a_full_disk(tmp_path):
+    (tmp_path / "full").write_text("zero_pp_rank_1.*tmp")
+    (texts, found), _ = run_forks(2, save_one_tag_again, str(tmp_path / "checkpoints"))
+    assert sum("is not saved: rank 1: OSError: [Errno 28]" in text for text in texts) == 2
+    assert found == [("last", True)]
+
+
 def lose_the_writer(rank: int, directory: str) -> tuple:
     one = job(1, steps=9)
     batches, engine = data(rank, one), start(one)
