@@ -113,15 +113,18 @@ class _BoundedBody:
 
 
 async def _while_connected(futures: Sequence["Future[Answer]"], connection: Request) -> list[Answer]:
-    """Return the answers. If one fails, or the client disconnects, cancel all that it still waits for."""
-    answers = asyncio.gather(*map(asyncio.wrap_future, futures))
+    """Return the answers. If the client disconnects, cancel all that it still waits for."""
+    answers = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
     # The body has been read, so the next message is that the client has disconnected.
     disconnected = asyncio.ensure_future(connection.receive())
     try:
         await asyncio.wait((answers, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
             raise HTTPException(499, "the client has disconnected")
-        return await answers
+        found = await answers
+        for failure in (one for one in found if isinstance(one, BaseException)):
+            raise failure
+        return [one for one in found if isinstance(one, Answer)]
     finally:
         disconnected.cancel()
         for future in futures:
