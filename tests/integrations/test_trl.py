@@ -78,7 +78,20 @@ def grpo(directory: str, section: dict[str, Any] | None, **options: Any) -> Any:
     return GRPOTrainer(network("llama"), small_numbers, args, train_dataset=rows, processing_class=tokenizer())
 
 
-MAKERS = {"sft": sft, "grpo": grpo}
+def dpo(directory: str, section: dict[str, Any] | None) -> Any:
+    """Return a trainer with a reference model, to whose engine TRL gives a copy of the configuration with stage 0."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    numbers = range(32)
+    columns = {"prompt": ["1 2" for _ in numbers], "chosen": [f"{one} 3" for one in numbers], "rejected": ["4 5"] * 32}
+    args = DPOConfig(**settings(directory, section))
+    rows = Dataset.from_dict(columns)
+    models = network("llama"), network("llama")
+    return DPOTrainer(*models, args=args, train_dataset=rows, processing_class=tokenizer())
+
+
+MAKERS = {"sft": sft, "grpo": grpo, "dpo": dpo}
 
 
 def train(rank: int, kind: str, directory: str) -> list[tuple[list[dict[str, Any]], Any]]:
@@ -104,6 +117,30 @@ def test_none_matches_trl_alone_and_four_bits_train(kind: str, tmp_path: Path) -
     logs = [entry for entry in ranks[0][2][0] if "loss" in entry]
     assert len(logs) == 3
     assert min(entry["compression_ratio"] for entry in logs) > 12
+
+
+def with_reference(rank: int, directory: str, *sections: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Return whether the engines of the policy and of the reference model are attached to."""
+    outcomes = []
+    for section in sections:
+        uninstall = deepspeed_compress.install()
+        trainer = dpo(directory, section)
+        trainer.train()
+        outcomes.append(tuple("compression" in vars(one) for one in (trainer.model_wrapped, trainer.ref_model)))
+        uninstall()
+        trainer.model_wrapped.destroy()
+        forget_accelerate()
+    return outcomes
+
+
+def test_the_engine_of_a_reference_model_is_left_alone(tmp_path: Path) -> None:
+    """TRL sets ZeRO stage 0 for it, with which these keys cannot be combined."""
+    sections = (
+        {**INT4, "weights": {"bits": 8}},
+        {**INT4, "ownership": "balanced"},
+        {**INT4, "parallelism": {"shard_within": 2, "zero_stage": 2}},
+    )
+    assert run_forks(4, with_reference, str(tmp_path), *sections) == [[(True, False)] * 3] * 4
 
 
 class Engine:

@@ -174,16 +174,40 @@ def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], opt
 
     Configurations without the section are passed to DeepSpeed unchanged, with a warning if the engine has gradients to
     reduce. Engines without an optimizer (evaluation, reference models) are left unchanged, because they have no
-    gradients.
+    gradients. Under ZeRO 3 they are sharded within islands or nodes, too.
     """
     call = _bind(original, args, options)
     source = _configuration(call)
     ds_config = {} if source is None else read_ds_config(source)
-    if SECTION in ds_config:
+    if SECTION in ds_config and _makes_optimizer(call, ds_config):
         return _initialize(original, call, ds_config, wanted=has_optimizer)
+    division = _division_of_shards(ds_config)
+    if division is not None:
+        return _initialize(original, call, {**ds_config, SECTION: division}, wanted=has_optimizer)
     result = original(*args, **options)
     warn_of_uncompressed(result[0], ds_config)
     return result
+
+
+def _makes_optimizer(call: Mapping[str, Any], ds_config: Mapping[str, Any]) -> bool:
+    """Return True if DeepSpeed makes an optimizer for the call: see `DeepSpeedEngine.optimizer_name`."""
+    return bool(call.get("optimizer")) or "type" in (ds_config.get("optimizer") or {})
+
+
+def _division_of_shards(ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the part of the section that divides the shards of ZeRO 3; None if there are none, or no section.
+
+    Other keys may contradict the rest of a file that has been changed for an engine without an optimizer: TRL sets
+    stage 0 in that of a reference model.
+    """
+    section = ds_config.get(SECTION) or {}
+    parallelism, islands = section.get("parallelism") or {}, section.get("islands") or {}
+    if (ds_config.get("zero_optimization") or {}).get("stage", parallelism.get("zero_stage")) != 3 or not section:
+        return None
+    division = {"gradients": {"method": "none"}, "parallelism": parallelism}
+    if islands and islands.get("elastic") is None:
+        division["islands"] = {key: islands[key] for key in ("size", "by_host") if key in islands}
+    return division
 
 
 def zero_init_arguments(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:

@@ -123,8 +123,12 @@ def shares_layers(engine: Any) -> bool:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce."""
-    return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
+    """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce.
+
+    In bf16, DeepSpeed makes its `BF16_Optimizer` for engines without an optimizer, too.
+    """
+    stands_in = not getattr(engine.optimizer, "using_real_optimizer", True)
+    return not stands_in and bool(getattr(engine.optimizer, "param_groups", None))
 
 
 def _has_separate_gradients(engine: Any) -> bool:

@@ -132,3 +132,51 @@ def shards_of_init(rank: int) -> list[int]:
 
 def test_zero_init_shards_as_its_own_configuration_says() -> None:
     assert run_forks(RANKS, shards_of_init) == [[4, 4, 2]] * RANKS
+
+
+SECTIONS: Sequence[Mapping[str, Any]] = (
+    ISLANDS,
+    NODES,
+    {"gradients": {"bits": 4}, "weights": {"bits": 8}},
+    {"gradients": {"bits": 4}, "ownership": "balanced"},
+    {"gradients": {"bits": 4}, "parallelism": {"zero_stage": 2}},
+    {"preset": "auto"},
+)
+"""Sections that cannot be combined with stage 0, or that change how an engine is made."""
+
+
+def without_optimizer(rank: int, copied: Mapping[str, Any], sections: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Make engines without an optimizer, whose configurations are those of policies with `copied` keys.
+
+    Returns:
+        The number of data-parallel ranks of each.
+    """
+    uninstall, sizes = deepspeed_compress.install(), []
+    for section in sections:
+        config = {**Job(1, section).config(), **copied}
+        del config["optimizer"]
+        engine = deepspeed.initialize(model=network(), config=config)[0]
+        engine(data(rank, Job())[0][0].to(next(engine.module.parameters()).dtype))
+        assert "compression" not in vars(engine)
+        sizes.append(engine.seq_data_parallel_group.size())
+        engine.destroy()
+    uninstall()
+    return sizes
+
+
+@pytest.mark.parametrize("copied", [{}, {"bf16": {"enabled": True}}])
+def test_engines_without_an_optimizer_are_left_alone(copied: Mapping[str, Any]) -> None:
+    """DeepSpeed makes its optimizer for bf16 without an optimizer, too."""
+    found = run_forks(RANKS, without_optimizer, {**copied, "zero_optimization": {"stage": 0}}, SECTIONS)
+    assert found == [[RANKS] * len(SECTIONS)] * RANKS
+
+
+def test_shards_of_engines_without_an_optimizer_are_divided() -> None:
+    """The optimizer of the file is gone, so nothing shows that Adam has second moments, or no momentum."""
+    sections = (
+        {**ISLANDS, "islands": {"size": 2, "second_moments": {}}},
+        {"gradients": {"method": "dgc"}, "parallelism": {"shard_within": 2}},
+        {"gradients": {"bits": 4}, "weights": {"bits": 8}},
+    )
+    found = run_forks(RANKS, without_optimizer, {"zero_optimization": {"stage": 3}}, sections)
+    assert found == [[2, 2, RANKS]] * RANKS

@@ -90,10 +90,13 @@ def _loss(run: Run, engine: nn.Module, x: Tensor) -> Tensor:
 
 
 def with_reference(run: Run) -> None:
-    """Use a reference model in an engine without optimizer, with the same configuration, as TRL does."""
+    """Use a reference model in an engine without optimizer, with a copy of the configuration, as TRL does.
+
+    Under ZeRO 1 and 2, TRL sets stage 0 in the copy.
+    """
     engine = run.start(network())
-    config = run.config(optimizer=None)
-    reference = deepspeed.initialize(model=network(), config=config)[0] if run.stage in (0, 3) else network()
+    config = run.config(optimizer=None, zero_optimization={"stage": 3 if run.stage == 3 else 0})
+    reference = deepspeed.initialize(model=network(), config=config)[0]
     reference.eval()
     for _ in range(3):
         with torch.no_grad():
@@ -151,6 +154,7 @@ PROGRAMS = (
     Program("one loss of two engines", one_loss_of_two, stages=(1, 2, 3)),
     Program("an engine's output is the input of another", chained, stages=(1, 2, 3)),
     Program("reference model without optimizer", with_reference),
+    Program("reference model without optimizer in bf16", with_reference, config={"bf16": {"enabled": True}}),
     Program("two engines one after the other", one_after_the_other),
     Program("engines without the section, in turns", beside_plain),
     Program("an engine that fails, and others after it", after_failure),
