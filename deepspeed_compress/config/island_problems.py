@@ -151,6 +151,10 @@ _FALSE_IN_SINGLE_JOB = (
         ("data_efficiency", "data_sampling", "curriculum_learning", "enabled"),
         "distributes data over the ranks of one island only",
     ),
+    (
+        ("data_efficiency", "data_sampling", "dynamic_batching", "enabled"),
+        "distributes data over the ranks of one island only",
+    ),
 )
 """DeepSpeed's keys that must not be true with islands of one job, and why."""
 

@@ -302,6 +302,10 @@ def test_islands_need_masters_they_know(native: dict[str, Any], place: str | Non
             {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
             "/data_efficiency/data_sampling/curriculum_learning/enabled",
         ),
+        (
+            {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}},
+            "/data_efficiency/data_sampling/dynamic_batching/enabled",
+        ),
     ],
 )
 def test_features_that_see_only_one_island_are_refused_for_islands_of_a_job(native: dict[str, Any], place: str) -> None:

@@ -1,7 +1,6 @@
 """Calls of an engine that trains on one part of the job (see `division`): `initialize` and `deepspeed_io`."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
-from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine
 from deepspeed_compress.backends.deepspeed.units import RankUnit
@@ -22,6 +20,16 @@ class _BatchUnit(RankUnit):
 
     def get_data_parallel_world_size(self) -> int:
         return len(self.ranks)
+
+
+class _DataUnit(RankUnit):
+    """Unit that reports the share of the job's data that this rank reads."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.share_of_job[1]
+
+    def get_data_parallel_rank(self) -> int:
+        return self.share_of_job[0]
 
 
 _GROUPS = (
@@ -163,18 +171,15 @@ def _check_tensor(engine: Any, unit: RankUnit) -> None:
 def divide_data(engine: Any, unit: RankUnit, patches: Patches) -> None:
     """Have the `deepspeed_io` of `engine` divide data over all ranks of the job.
 
-    DeepSpeed's own sampler would divide it over the ranks of `unit` only.
+    DeepSpeed itself would divide it over the ranks of `unit` only.
     """
     patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
 
 
-def _over_all_ranks(
-    engine: Any, unit: RankUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
-) -> Any:
-    """Call DeepSpeed's `deepspeed_io` with a sampler that divides the data over all ranks of the job."""
-    given = inspect.signature(original).bind(dataset, *args, **options).arguments
-    if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
-        shuffle = given.get("route", "train") == "train"
-        rank, parts = unit.share_of_job
-        given["data_sampler"] = DistributedSampler(dataset, num_replicas=parts, rank=rank, shuffle=shuffle)
-    return original(**given)
+def _over_all_ranks(engine: Any, unit: RankUnit, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call DeepSpeed's `deepspeed_io` while the engine's `mpu` answers for the data of the job."""
+    mpu, engine.mpu = engine.mpu, _DataUnit(**vars(unit))
+    try:
+        return original(*args, **options)
+    finally:
+        engine.mpu = mpu

@@ -12,15 +12,14 @@ exchange takes place at the beginning of the step.
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
@@ -83,11 +82,9 @@ def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
     """Let `engine` count batches, divide data and save as one job, and return what averages its gradients."""
     patches = session.patches
     divide_data(engine, unit, patches)
-    # DeepSpeed knows the batches of a node only.
-    patches.wrap(engine, "train_batch_size", partial(_whole_batch, unit.count))
-    patches.wrap(engine, "set_train_batch_size", partial(_set_whole_batch, unit.count))
-    if unit.number:
-        # All nodes hold the same model, so the first one writes it. Every rank still writes its own residuals.
+    _answer_for_job(engine, unit, patches)
+    if not _writes_model(engine, unit):
+        # All nodes hold the same model. Every rank still writes its own residuals.
         patches.replace(engine.checkpoint_engine, "save", _save_nothing)
     return NodeShards(engine, unit, session)
 
@@ -96,14 +93,25 @@ def _save_nothing(state_dict: Any, path: str) -> None:
     """Stand in for the `save` of DeepSpeed's checkpoint engine."""
 
 
-def _whole_batch(nodes: int, original: Callable[[], int]) -> int:
-    return nodes * original()
+def _answer_for_job(engine: Any, unit: NodeUnit, patches: Patches) -> None:
+    """Let `engine` answer for all ranks of the job if it is asked which ranks share the data, and how large a batch is.
+
+    DeepSpeed's dynamic batching and curriculum ask for `data_parallel_group`, `set_train_batch_size` for
+    `dp_world_size`, and programs for both. Shards have groups of their own: `seq_data_parallel_group`, and
+    `dp_process_group` of the optimizer.
+    """
+    whole = dist.group.WORLD if unit.tensor == 1 else groups.get_data_parallel_group()
+    patches.replace(engine, "data_parallel_group", whole)
+    patches.replace(engine, "dp_world_size", unit.share_of_job[1])
+    # Not restored: a program may set another size, and the engine stays divided for as long as it exists.
+    engine._config.train_batch_size = engine.tput_timer.batch_size = unit.count * engine.train_batch_size()
 
 
-def _set_whole_batch(nodes: int, original: Callable[[int], None], train_batch_size: int) -> None:
-    if train_batch_size % nodes:
-        raise ValueError(f"train_batch_size must be divisible by the {nodes} nodes, got {train_batch_size}")
-    original(train_batch_size // nodes)
+def _writes_model(engine: Any, unit: NodeUnit) -> bool:
+    """Return True if this rank's node writes the model: the first one, or the first one of each host."""
+    if engine.use_node_local_storage():
+        return int(engine.local_rank) < len(unit.ranks)
+    return unit.number == 0
 
 
 class NodeShards:

@@ -26,6 +26,7 @@ from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import (
+    BATCH,
     Job,
     data,
     figures_of,
@@ -314,6 +315,43 @@ def test_data_and_batches_are_those_of_the_job() -> None:
     found = run_forks(4, shares, Job(1, section=UNCOMPRESSED, accumulation=2))
     assert sorted(index for read, _ in found for index in read) == list(range(24))
     assert [sizes for _, sizes in found] == [[24, 2, 48, 4]] * 4
+
+
+def sharing_ranks(rank: int, job: Job) -> list[int]:
+    """Return what the engine answers to a program that divides its own data, and to DeepSpeed's timer."""
+    engine = start(job)
+    group = engine.data_parallel_group
+    return [dist.get_rank(group), dist.get_world_size(group), engine.dp_world_size, engine.tput_timer.batch_size]
+
+
+def test_an_engine_names_all_ranks_that_share_the_data() -> None:
+    found = run_forks(4, sharing_ranks, Job(1, section=UNCOMPRESSED))
+    assert found == [[rank, 4, 4, 4 * BATCH] for rank in range(4)]
+
+
+def saved_on_hosts(rank: int, job: Job, directory: Path) -> list[str]:
+    """Save on two emulated hosts, each with its own directory, resume from there, and return the names of the files."""
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    host = directory / f"host-{rank // 2}"
+    engine = start(job)
+    run(engine, data(rank, job)[:2])
+    engine.save_checkpoint(str(host), tag="saved")
+    run(engine, data(rank, job)[2:])
+    expected = weights(engine)
+    engine.destroy()
+    engine = start(job)
+    assert engine.load_checkpoint(str(host), tag="saved")[0] is not None
+    run(engine, data(rank, job)[2:])
+    assert weights(engine) == expected
+    return sorted(one.name for one in (host / "saved").glob("*_states.pt"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_host_saves_what_its_ranks_load(stage: int, tmp_path: Path) -> None:
+    local = {"checkpoint": {"use_node_local_storage": True}}
+    found = run_forks(4, saved_on_hosts, Job(stage, section=INT4, extra=local), tmp_path)
+    assert len(found[0]) == (4 if stage == 3 else 3)
+    assert found == [found[0]] * 4
 
 
 def change_one_node(rank: int, job: Job) -> tuple[list[bool], dict[str, list[float]]]:

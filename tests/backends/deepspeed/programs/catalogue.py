@@ -1,11 +1,21 @@
 """All programs."""
 
-from tests.backends.deepspeed.programs import calls, engines, experts, layouts, parameters, saving, settings
+from tests.backends.deepspeed.programs import (
+    calls,
+    engines,
+    experts,
+    layouts,
+    loaders,
+    parameters,
+    saving,
+    settings,
+)
 
 PROGRAMS = (
     *calls.PROGRAMS,
     *parameters.PROGRAMS,
     *settings.PROGRAMS,
+    *loaders.PROGRAMS,
     *saving.PROGRAMS,
     *engines.PROGRAMS,
     *layouts.PROGRAMS,
