@@ -17,6 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from deepspeed_compress.errors import ConfigError, RolloutError
+from deepspeed_compress.rollout.vllm import check_no_adapters
 
 _PATIENCE = 120.0
 """Seconds in which a version must reach the server. A network file system may show new files a minute late."""
@@ -35,6 +36,7 @@ def published_weights(directory: str) -> Iterator[None]:
 
     Raises:
         ConfigError: the trainer does not use a vLLM server, or when it trains, the section has no `rollout`.
+        UnsupportedError: the trainer trains adapters of PEFT.
 
     Examples:
         >>> with published_weights("/shared/policy"):
@@ -71,6 +73,7 @@ class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         if mode != "server":
             raise ConfigError(f'vllm_mode is {mode!r}, but only a server loads published weights; write "server"')
         super().__init__(*args, mode=mode, **options)
+        check_no_adapters(name for name, _ in self.model.named_parameters())
         self._directory, self._followed = directory, False
 
     def sync_weights(self) -> None:

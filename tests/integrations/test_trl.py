@@ -15,11 +15,11 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
-from deepspeed_compress.errors import ConfigError, RolloutError
-from deepspeed_compress.rollout.vllm import WeightUpdates
+from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
+from tests.support.vllm import make_worker
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: pip install trl")
 NONE = {"gradients": {"method": "none"}}
@@ -165,8 +165,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.worker: Any = WeightUpdates()
-        self.worker.model_runner = SimpleNamespace(model=Engine())
+        self.engine = Engine()
+        self.worker = make_worker(self.engine.load_weights)
         self.calls: list[str] = []
 
     def call(self, method: str, args: list[str]) -> Any:
@@ -176,7 +176,7 @@ class Server(ThreadingHTTPServer):
     def choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls.append("completions")
         model, prompts = (
-            self.worker.model_runner.model.model,
+            self.engine.model,
             [one for one in request["prompt"] for _ in range(request["n"])],
         )
         found = complete(model, prompts, Sampling(request["max_tokens"], request["temperature"]), WORDS - 2, WORDS - 1)
@@ -261,7 +261,7 @@ def test_a_server_generates_with_the_published_weights_of_each_step(tmp_path: Pa
     update = ["load_published_weights", "/reset_prefix_cache", "completions"]
     assert server.calls == ["follow_weights", *update, *update, *update]
     assert server.worker.load_published_weights() == 4
-    for name, parameter in server.worker.model_runner.model.model.named_parameters():
+    for name, parameter in server.engine.model.named_parameters():
         assert torch.equal(parameter.flatten(), torch.tensor(trained[name]).to(torch.bfloat16)), name
 
 
@@ -284,6 +284,15 @@ def test_what_no_server_can_follow_is_refused(tmp_path: Path) -> None:
         (colocated, unpublished), *_ = run_forks(2, refused, str(tmp_path), f"http://127.0.0.1:{server.server_port}")
     assert "vllm_mode is 'colocate', but only a server loads published weights" in colocated
     assert 'no weights are published; write "rollout"' in unpublished
+
+
+def test_adapters_of_peft_are_refused_when_the_trainer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_compress.integrations import trl
+
+    monkeypatch.setattr(trl.VLLMGeneration, "__init__", lambda self, model, mode: setattr(self, "model", model))
+    model = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})})
+    with pytest.raises(UnsupportedError, match="is a name of PEFT, which vLLM cannot load"):
+        trl._Generation("/shared/policy", model, mode="server")
 
 
 def test_a_server_with_other_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

