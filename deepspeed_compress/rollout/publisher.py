@@ -76,7 +76,8 @@ class Publisher:
     Args:
         model: a module, a DDP or FSDP2 model, or a DeepSpeed engine with ZeRO 0 to 3, AutoTP or a pipeline.
         store: storage that all ranks and all receivers share.
-        dtype: type of the published weights, to which those of training are cast: "bf16", "fp16" or "fp32".
+        dtype: type of the published weights, to which those of training are cast: "bf16", "fp16" or "fp32". Weights of
+            this type keep all bits. A NaN of another type stays a NaN, in which torch's conversion may set other bits.
         every: number of calls of `publish` per version.
         full_every: number of versions per full copy.
         keep_full: number of full copies to keep. Everything before the oldest of them is deleted.

@@ -4,6 +4,7 @@ Requests and answers are signed with the shared secret (see `signatures`), so a 
 requested again. The server is in `store_server`.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,12 @@ except ModuleNotFoundError as error:
         f"a store at an address needs httpx, which this environment does not have; write: {install_command('http')}"
     ) from error
 
+_CONNECT = 10.0
+"""Most seconds to wait for a connection: a host that is gone does not refuse any."""
 _FIRST_PAUSE = 0.25
 """Seconds before the second attempt. Each later pause is twice as long."""
+_REFUSALS = 2
+"""Number of refusals that prove that the secret is wrong."""
 _PATIENCE = 600.0
 """Seconds after which an answer is given up, however slowly it arrives."""
 _RETRIED = (422, 503)
@@ -54,7 +59,7 @@ class ServedStore:
     Args:
         address: "http://host:port" of the server, or "https://host:port" with TLS.
         credentials: credentials of this side; None for those that the environment and the user's files name.
-        timeout: seconds to wait for a connection, and for any progress of a request.
+        timeout: seconds to wait for any progress of a request, and for a connection if that is less than 10.
         attempts: number of times that a request is sent. Six attempts take 8 seconds if the server refuses connections.
 
     Raises:
@@ -68,8 +73,9 @@ class ServedStore:
         self._address, self._secret, self._attempts = address, credentials.secret, attempts
         _check_address(address, credentials)
         verify = True if credentials.tls is None else credentials.tls.client
+        waits = httpx.Timeout(timeout, connect=min(timeout, _CONNECT))
         # The variables of the environment name proxies for the internet, which do not reach a cluster's own hosts.
-        self._client = httpx.Client(base_url=address, verify=verify, timeout=timeout, trust_env=False)
+        self._client = httpx.Client(base_url=address, verify=verify, timeout=waits, trust_env=False)
 
     def put(self, name: str, data: bytes) -> None:
         if len(data) > LARGEST:
@@ -92,12 +98,19 @@ class ServedStore:
     def _request(self, method: str, name: str = "", body: bytes = b"") -> bytes:
         if name:
             check_name(name)
-        problem = ""
+        problem, refusals = "", 0
         for attempt in range(self._attempts):
             if attempt:
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
             try:
                 answer = self._exchange(method, name, body)
+            except AuthenticationError as error:
+                # A digit of a right signature may have been damaged, but not twice in a row.
+                refusals += 1
+                if refusals == min(_REFUSALS, self._attempts):
+                    raise
+                problem = str(error)
+                continue
             except (httpx.TransportError, _DamagedAnswerError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
@@ -113,7 +126,7 @@ class ServedStore:
         with self._client.stream(method, f"/blobs/{name}", content=body, headers=headers) as response:
             answer = _Answer(response.status_code, b"".join(_bounded(response.iter_raw())))
             signature = response.headers.get(SIGNATURE, "")
-        expected = stamp.sign_answer(self._secret.key, answer.status, answer.body)
+        expected = stamp.sign_answer(self._secret.key, answer.status, hashlib.sha256(answer.body).hexdigest())
         if not compare_digest(signature.encode(), expected.encode()):
             if answer.status == httpx.codes.UNAUTHORIZED:
                 raise AuthenticationError(

@@ -18,6 +18,8 @@ WINDOW = 300
 SIGNATURE = "x-store-signature"
 """Header with the signature of a request or of an answer."""
 _TIME, _NONCE, _BODY = "x-store-time", "x-store-nonce", "x-store-body"
+_MINUTE = 60
+"""Seconds of requests whose numbers are forgotten together."""
 _VALUES = re.compile(r"(\d{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64})")
 
 
@@ -58,9 +60,9 @@ class Stamp:
         """Return True if `signature` proves that the client knows the secret. Takes constant time."""
         return hmac.compare_digest(self._sign(key).encode(), signature.encode())
 
-    def sign_answer(self, key: bytes, status: int, body: bytes) -> str:
-        """Return the signature of the answer to this request."""
-        return _hmac(key, "answer", self.nonce, str(status), hashlib.sha256(body).hexdigest())
+    def sign_answer(self, key: bytes, status: int, digest: str) -> str:
+        """Return the signature of the answer to this request, whose body has the SHA-256 `digest`."""
+        return _hmac(key, "answer", self.nonce, str(status), digest)
 
     def _sign(self, key: bytes) -> str:
         return _hmac(key, "request", self.method, self.name, str(self.time), self.nonce, self.digest)
@@ -71,18 +73,21 @@ def _hmac(key: bytes, *fields: str) -> str:
 
 
 class SeenNonces:
-    """Random numbers of accepted requests, so that a recorded one is not carried out again."""
+    """Random numbers of accepted requests, so that a recorded one is not carried out again.
+
+    Numbers are kept in sets by the minute of their request, for as long as its time may be accepted: 70 bytes each.
+    """
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._of_minute: dict[int, set[int]] = {}
 
     def add(self, stamp: Stamp) -> bool:
         """Note the number of a request. Return False if it was there before."""
-        now = time.time()
-        while self._until and next(iter(self._until.values())) < now:
-            del self._until[next(iter(self._until))]
-        if stamp.nonce in self._until:
+        oldest = (time.time() - WINDOW) // _MINUTE
+        for minute in [minute for minute in self._of_minute if minute < oldest]:
+            del self._of_minute[minute]
+        seen, number = self._of_minute.setdefault(stamp.time // _MINUTE, set()), int(stamp.nonce[:16], 16)
+        if number in seen:
             return False
-        # Until then, the time of the request may be accepted, whatever the difference of the clocks.
-        self._until[stamp.nonce] = now + 2 * WINDOW
+        seen.add(number)
         return True

@@ -1,5 +1,6 @@
 """Storage for versions: named, immutable blobs of bytes."""
 
+import io
 import os
 import re
 import secrets
@@ -48,7 +49,7 @@ class DirectoryStore:
         self._path = Path(path)
         self._path.mkdir(parents=True, exist_ok=True)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | bytearray) -> None:
         file = self._file(name)
         temporary = file.with_name(f"{name}.{secrets.token_hex(4)}.unfinished")
         try:
@@ -58,14 +59,25 @@ class DirectoryStore:
             raise OSError(f"{name} was deleted while it was written; has another publisher started?") from None
 
     def get(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
+    def open(self, name: str) -> io.BufferedReader:
+        """Return a blob as an open file, which stays as it is if the blob is replaced or deleted.
+
+        Raises:
+            KeyError: there is none of that name.
+            RolloutError: it is too large.
+        """
         try:
-            with self._file(name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > LARGEST:
-                    raise RolloutError(f"{name} has {size} bytes (allowed: {LARGEST})")
-                return file.read()
+            file = self._file(name).open("rb")
         except FileNotFoundError:
             raise KeyError(name) from None
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST:
+            file.close()
+            raise RolloutError(f"{name} has {size} bytes (allowed: {LARGEST})")
+        return file
 
     def names(self) -> Sequence[str]:
         return [entry.name for entry in os.scandir(self._path)]

@@ -6,6 +6,7 @@ import ssl
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from deepspeed_compress.transport.handshake import Steps
 
@@ -47,6 +48,10 @@ class PendingConnection:
             return selectors.EVENT_WRITE
         return None
 
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
     def _read(self) -> bool:
         """Read the bytes that the current step needs, and begin the next one. Return False if there is none."""
         data = self.socket.recv(self._step.wanted - len(self._received))
@@ -66,28 +71,76 @@ class PendingConnection:
         return False
 
 
-class PendingConnections:
-    """All unauthenticated connections of a server, at most `limits.count`.
+class Waiting(Protocol):
+    """Unauthenticated connection.
+
+    Attributes:
+        address: address of the client.
+        has_greeted: True if the client has sent a complete hello of this protocol.
+    """
+
+    address: str
+    has_greeted: bool
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+Connection = TypeVar("Connection", bound=Waiting)
+
+
+class Crowd(Generic[Connection]):
+    """Unauthenticated connections of a server, at most `count`.
 
     If there are more, one from the address that has most of them is closed: the oldest one that has not sent a hello,
     or else the oldest. So a flooder displaces its own connections. If new ones were refused, it could lock out
     everybody else.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, limits: PendingLimits) -> None:
-        self._selector, self._limits = selector, limits
-        self._connections: OrderedDict[PendingConnection, None] = OrderedDict()
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._connections: OrderedDict[Connection, None] = OrderedDict()
         self._of_address: Counter[str] = Counter()
 
     def __contains__(self, connection: object) -> bool:
         return connection in self._connections
 
-    def add(self, connection: PendingConnection) -> None:
-        """Add `connection`, which the selector returns as data whenever its socket is ready."""
-        while len(self._connections) >= self._limits.count:
+    def add(self, connection: Connection) -> None:
+        """Add `connection`, and make room for it first."""
+        while len(self._connections) >= self._count:
             self.drop_one()
         self._connections[connection] = None
         self._of_address[connection.address] += 1
+
+    def release(self, connection: Connection) -> None:
+        """Remove `connection`, which stays open."""
+        del self._connections[connection]
+        self._of_address[connection.address] -= 1
+        if not self._of_address[connection.address]:
+            del self._of_address[connection.address]
+
+    def drop(self, connection: Connection) -> None:
+        """Close `connection`."""
+        self.release(connection)
+        connection.close()
+
+    def drop_one(self) -> None:
+        """Make room for another connection. Do nothing if there is none to drop."""
+        for address, _ in self._of_address.most_common(1):
+            found = [connection for connection in self._connections if connection.address == address]
+            self.drop(next((connection for connection in found if not connection.has_greeted), found[0]))
+
+
+class PendingConnections(Crowd[PendingConnection]):
+    """Connections during the handshake, which a selector watches."""
+
+    def __init__(self, selector: selectors.BaseSelector, limits: PendingLimits) -> None:
+        super().__init__(limits.count)
+        self._selector, self._limits = selector, limits
+
+    def add(self, connection: PendingConnection) -> None:
+        """Add `connection`, which the selector returns as data whenever its socket is ready."""
+        super().add(connection)
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
     def wait_for(self, connection: PendingConnection, event: int) -> None:
@@ -97,21 +150,7 @@ class PendingConnections:
     def release(self, connection: PendingConnection) -> None:
         """Remove `connection` from the selector; its socket stays open."""
         self._selector.unregister(connection.socket)
-        del self._connections[connection]
-        self._of_address[connection.address] -= 1
-        if not self._of_address[connection.address]:
-            del self._of_address[connection.address]
-
-    def drop(self, connection: PendingConnection) -> None:
-        """Close `connection`."""
-        self.release(connection)
-        connection.socket.close()
-
-    def drop_one(self) -> None:
-        """Make room for another connection. Do nothing if there is none to drop."""
-        for address, _ in self._of_address.most_common(1):
-            found = [connection for connection in self._connections if connection.address == address]
-            self.drop(next((connection for connection in found if not connection.has_greeted), found[0]))
+        super().release(connection)
 
     def drop_late(self, now: float) -> None:
         """Drop all connections whose time to authenticate is over."""

@@ -20,9 +20,9 @@ from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 
 _CHECK_INTERVAL = 0.2
 """Seconds between checks for unauthenticated connections whose deadline has passed."""
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors that last until descriptors or memory are free again."""
-_ACCEPT_PAUSE = 0.1
+ACCEPT_PAUSE = 0.1
 """Seconds without new connections after such an error."""
 _SHUTDOWN_TIMEOUT = 1.0
 """Maximum number of seconds that a server waits at its end for threads whose connections it has ended."""
@@ -144,9 +144,9 @@ class Server:
             return
         except OSError as error:
             self._log(f"a connection could not be accepted ({error})")
-            if error.errno in _EXHAUSTED:
+            if error.errno in EXHAUSTED:
                 pending.drop_one()
-                time.sleep(_ACCEPT_PAUSE)
+                time.sleep(ACCEPT_PAUSE)
             return
         try:
             one = self._prepare(connected, str(address[0]), pending.deadline())
@@ -244,4 +244,4 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-_BACKLOG = 256
+_BACKLOG = 1024

@@ -151,6 +151,8 @@ def test_a_recorded_request_is_refused(server: StoreServer) -> None:
     headers = signed("PUT", "a", b"1")
     assert send(server, "PUT", "a", b"1", headers).status_code == 200
     assert "was carried out before" in send(server, "PUT", "a", b"1", headers).text
+    headers = signed("GET", "a")
+    assert [send(server, "GET", "a", b"", headers).status_code for _ in range(3)] == [200, 401, 401]
     old = send(server, "PUT", "a", b"1", signed("PUT", "a", b"1", late=WINDOW + 5))
     assert old.status_code == 401
     assert "the clocks of client and server differ by 30" in old.text
@@ -282,6 +284,14 @@ def test_a_body_that_arrives_damaged_is_sent_again(server: StoreServer) -> None:
         assert not texts
         texts.append(b"the content")
         assert store.get("a") == b"the content"
+        assert not texts
+
+
+def test_a_signature_that_arrives_damaged_is_no_wrong_secret(server: StoreServer, store: ServedStore) -> None:
+    store.put("a", b"1")
+    with damaging(server.port) as (port, texts), client(port) as own:
+        texts.append(b"x-store-signature")
+        assert own.get("a") == b"1"
         assert not texts
 
 
