@@ -259,8 +259,8 @@ COMMANDS = (
     ),
     Command(
         "schema",
-        "Print the JSON Schema of the deepspeed_compress section for editors, or a table of all its keys.",
-        ("schema --output deepspeed_compress.schema.json", "schema --markdown"),
+        "Print the JSON Schema of the deepspeed_compress section or of a whole file for editors, or a table of keys.",
+        ("schema --file --output ds_config.schema.json", "schema --markdown"),
         "tools.options:add_schema_arguments",
         "tools.schema:run",
     ),

@@ -218,7 +218,7 @@ TABLE = {
     "tools.tables": allow("", "rich"),
     "tools.run": allow("config backends.deepspeed.builds integrations tools.supervise transport.secret transport.tls"),
     "tools.key_page": allow("config"),
-    "tools.schema": allow("config tools.key_page"),
+    "tools.schema": allow("config tools.key_page tools.lint"),
     "tools.supervise": allow(
         "launcher config errors integrations.files local_sgd.coordinator.server transport.credentials transport.fields"
     ),

@@ -228,6 +228,8 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "print the schema of a whole ds_config.json, in which DeepSpeed's keys are known too"
+    parser.add_argument("--file", action="store_true", help=what)
     what = "print tables of all keys with their types, defaults and meanings, in Markdown"
     parser.add_argument("--markdown", action="store_true", help=what)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")

@@ -131,7 +131,22 @@ def test_gpus_have_several_names(text: str, name: str) -> None:
     assert find_gpu(text).name == name
 
 
-@pytest.mark.parametrize("text", ["A1000", "H100 NVL", "V100-16GB", "V100-16", "H100-94", "RTX 6000 Ada", "4090-80", "A100-PCIE-40GB", "A100-0GB", "L40", "TPU"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A1000",
+        "H100 NVL",
+        "V100-16GB",
+        "V100-16",
+        "H100-94",
+        "RTX 6000 Ada",
+        "4090-80",
+        "A100-PCIE-40GB",
+        "A100-0GB",
+        "L40",
+        "TPU",
+    ],
+)
 def test_another_gpu_is_not_taken_for_one_of_the_table(text: str) -> None:
     with pytest.raises(ConfigError, match="is not in the table"):
         find_gpu(text)
