@@ -73,7 +73,7 @@ def _divided_groups(unit: RankUnit) -> Iterator[None]:
 
     DeepSpeed asks this module for all engines of a process, and other engines may divide the ranks in another way.
     """
-    division = {"mpu": unit, "mesh_device": None}
+    division: dict[str, Any] = {"mpu": unit, "mesh_device": None}
     if unit.tensor > 1:
         division["_DATA_PARALLEL_GROUP"] = unit.data
     before = {name: getattr(groups, name) for name in division if hasattr(groups, name)}
