@@ -211,6 +211,20 @@ def test_files_that_others_write_meanwhile_are_no_problem(tmp_path):
         writer.join()
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_failed_save_is_discarded_but_the_directory_of_a_tag_of_the_program_stays(tmp_path, automatic):
+    """The program may be about to save the tag again."""
+    one = write(save(tmp_path, 8, automatic=automatic))
+    files.discard(one)
+    assert list(find_problems(one.place)) == []
+    files.write_list(one.place, files.listed(one, 1, {}, "no space"))
+    (one.place / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    files.discard(one)
+    assert not list(tmp_path.rglob("*.pt"))
+    assert one.place.exists() == (not automatic)
+    assert [found.complete for found in checkpoints(tmp_path)] == ([] if automatic else [False])
+
+
 def test_a_checkpoint_without_lists_is_deepspeeds_own(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "mp_rank_00_model_states.pt").write_bytes(b"x")

@@ -15,8 +15,9 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic
 from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.safe_files import check_regular
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.files import STDIN, YAML, Search, Source, check_regular, detected_framework, sources
+from deepspeed_compress.tools.lint.files import STDIN, YAML, Search, Source, detected_framework, sources
 from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rule import Context
