@@ -152,7 +152,8 @@ TABLE = {
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
-        "collectives.buckets collectives.objects compression.compressors.base config.names errors safe_files",
+        "collectives.buckets collectives.objects collectives.parameters compression.compressors.base config.names "
+        "errors safe_files",
         "pydantic torch",
     ),
     "rollout.vllm": allow("errors rollout", "torch", lazily="transformers"),

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,8 @@ class Parameters:
     def uncompressed(self, min_numel: int) -> frozenset[str]:
         """Return the excluded parameters and those with fewer than `min_numel` elements."""
         return self.excluded | {name for name in self.shapes if self.numel(name) < min_numel}
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Return True if the elements are the values: no subclass interprets them, and no state describes their packing."""
+    return type(parameter) in (Tensor, Parameter) and getattr(parameter, "quant_state", None) is None

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
 from deepspeed_compress.collectives.messages import Channel, Messages
-from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.parameters import Parameters, is_plain
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.compression.codec import Codec
@@ -42,12 +41,7 @@ def find_rounded(
     """
     candidates = {**(frozen if settings.frozen else {}), **trained}
     dtypes = {parameter.dtype for parameter in trained.values()}.intersection(_NUMBERS)
-    return frozenset(name for name, one in candidates.items() if one.dtype in dtypes and _is_plain(one))
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    """Return True if the elements are the values: no subclass interprets them, and no state describes their packing."""
-    return type(parameter) in (Tensor, Parameter) and getattr(parameter, "quant_state", None) is None
+    return frozenset(name for name, one in candidates.items() if one.dtype in dtypes and is_plain(one))
 
 
 @dataclass(frozen=True)

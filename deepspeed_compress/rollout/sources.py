@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from deepspeed_compress.collectives.parameters import is_plain
 from deepspeed_compress.config.names import HF_TRANSPOSED
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout.plain_names import is_pipeline, plain_name
@@ -91,6 +92,8 @@ def _check_parameter(name: str, parameter: Any) -> None:
         raise UnsupportedError(f'parameter "{name}" is on the meta device, so it has no values to publish')
     if not parameter.is_floating_point():
         raise UnsupportedError(f'parameter "{name}" has the type {parameter.dtype}; only floating-point is published')
+    if not is_plain(parameter.to_local() if isinstance(parameter, DTensor) else parameter):
+        raise UnsupportedError(f'parameter "{name}" is quantized ({type(parameter).__name__}), and cannot be published')
     if getattr(parameter, "allreduce", True) is False:
         raise UnsupportedError(f'parameter "{name}" belongs to an expert, and ranks hold different ones of that name')
     if hasattr(parameter, "ds_optim_param") and parameter.dim() == 1:

@@ -76,6 +76,25 @@ def test_shapes_without_a_dimension_and_without_order_arrive(tmp_path: Path) -> 
                 parameter += 1
 
 
+class Codes(nn.Parameter):
+    """Parameter of packed codes, as those of bitsandbytes."""
+
+
+def described(codes: Tensor) -> nn.Parameter:
+    found = nn.Parameter(codes)
+    found.quant_state = "nf4"  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("pack", [Codes, described])
+def test_packed_codes_are_refused_in_any_type(pack: Callable[[Tensor], nn.Parameter], tmp_path: Path) -> None:
+    """Their bits would be rounded to the type of the published weights."""
+    trained = Values(torch.zeros(3))
+    trained.values = pack(torch.randn(3))
+    with pytest.raises(UnsupportedError, match='"values" is quantized'):
+        Publisher(trained, DirectoryStore(tmp_path)).publish()
+
+
 def test_parameters_without_values_are_refused(tmp_path: Path) -> None:
     store, meta = DirectoryStore(tmp_path), Values(torch.empty(3, device="meta"))
     with pytest.raises(UnsupportedError, match='parameter "values" is on the meta device'):
