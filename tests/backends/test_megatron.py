@@ -670,6 +670,7 @@ REFUSED_WEIGHTS = [
     (WEIGHTS, Options(distributed=False, dtype=torch.bfloat16), "no weights are sent"),
     (WEIGHTS, Options(), "no separate master weights"),
     ({"weights": {"method": "blockwise", "overlap": True}}, Options(dtype=torch.bfloat16), "weights/overlap: true"),
+    ({"weights": {"method": "blockwise", "frozen": True}}, Options(dtype=torch.bfloat16), "weights/frozen: true"),
 ]
 
 
