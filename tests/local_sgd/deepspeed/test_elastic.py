@@ -52,10 +52,10 @@ def apart(rank: int, job: Job, seen_of: Any = weights, late: bool = False) -> li
     exchange.
     """
     engine, seen = start(job), []
-    islands = engine.compression.islands
+    islands, address = engine.compression.islands, job.section["islands"]["elastic"]["rendezvous"]
     for batch in data(10 * islands.number + rank % 2, job):
-        while late and rank == 2 and not islands.exchange._coordinator.is_awaited:
-            time.sleep(0.01)
+        while late and rank == 2 and not any(one["waiting"] for one in status(address)["islands"]):
+            time.sleep(0.05)
         run(engine, [batch])
         if len(islands.history) > len(seen):
             seen.append((islands.exchange.version, seen_of(engine)))
