@@ -199,7 +199,7 @@ def zero_config(**changes) -> SimpleNamespace:
     return SimpleNamespace(zero_config=zero, compile_config=SimpleNamespace(deepcompile=False))
 
 
-ISLAND = IslandUnit((0,), 0, 2, 1, *([None] * 6), living=[])
+ISLAND = IslandUnit((0,), 0, 2, 1, *([None] * 5))
 
 
 def engine_like(**changes) -> SimpleNamespace:
