@@ -2,6 +2,7 @@
 
 from tests.backends.deepspeed.programs import (
     calls,
+    combined,
     engines,
     experts,
     layouts,
@@ -20,4 +21,5 @@ PROGRAMS = (
     *engines.PROGRAMS,
     *layouts.PROGRAMS,
     *experts.PROGRAMS,
+    *combined.PROGRAMS,
 )
