@@ -9,8 +9,8 @@ from typing import Any
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 
-from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine
-from deepspeed_compress.backends.deepspeed.units import RankUnit
+from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine, partition_groups
+from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
@@ -166,6 +166,25 @@ def _check_tensor(engine: Any, unit: RankUnit) -> None:
             f"{unit.pointer}: tp_model_init was called for {found} ranks that share each layer, but the configuration "
             f'says {unit.tensor} (allowed: the same); write "tensor_parallel": {{"autotp_size": {found}}}'
         )
+
+
+def check_division(engine: Any) -> None:
+    """Check that ZeRO 3 has divided the parameters of `engine` over its data-parallel ranks, not over another part.
+
+    Parameters stay divided over a part of the job if an earlier engine, or `deepspeed.zero.Init`, has divided them so.
+    DeepSpeed would then average their gradients over this part.
+
+    Raises:
+        UnsupportedError: they are divided over a part of another size.
+    """
+    for group in partition_groups(engine):
+        size = engine.seq_data_parallel_group.size()
+        if group.group_desc in (IslandUnit.pointer, NodeUnit.pointer) and group.size() != size:
+            raise UnsupportedError(
+                f"{group.group_desc} has divided the parameters of this model over {group.size()} ranks, for another "
+                f"engine or in deepspeed.zero.Init, but this engine divides it over {size} (allowed: the same key and "
+                "value in both configurations, or a new model); make the model anew, or write the same"
+            )
 
 
 def divide_data(engine: Any, unit: RankUnit, patches: Patches) -> None:

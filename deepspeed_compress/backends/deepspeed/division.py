@@ -104,14 +104,14 @@ def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
     parts = [tuple(range(first, first + size)) for first in range(0, world, size)]
     lines = [ranks[one::tensor] for ranks in parts for one in range(tensor)]
     places = list(zip(*parts, strict=True))
-    whole = made_group(parts)
+    whole = made_group(parts, division.pointer)
     return kind(
         ranks=parts[rank // size],
         number=rank // size,
         count=len(parts),
         tensor=tensor,
         whole=whole,
-        data=whole if tensor == 1 else made_group(lines),
+        data=whole if tensor == 1 else made_group(lines, division.pointer),
         model=_tensor_group(division, tensor),
         peers=made_group(places),
         downward=downward_group(places),

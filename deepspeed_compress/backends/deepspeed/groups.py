@@ -112,9 +112,12 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
     return Groups(whole, node, made_group(places), downward_group(places))
 
 
-def made_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
-    """Make all `groups`, and return the one that contains this rank. All ranks must call this with the same list."""
-    made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks) for ranks in groups}
+def made_group(groups: Sequence[tuple[int, ...]], purpose: str | None = None) -> ProcessGroup:
+    """Make all `groups`, and return the one that contains this rank. All ranks must call this with the same list.
+
+    The group has `purpose` as its description.
+    """
+    made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks, group_desc=purpose) for ranks in groups}
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
 
 

@@ -15,6 +15,7 @@ from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
 from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
 from deepspeed_compress.backends.deepspeed.divided_calls import (
+    check_division,
     divide_call,
     groups_restored_on_failure,
     make_divided,
@@ -108,6 +109,7 @@ def _made_and_attached(
     with dealing(balanced) as given:
         result = original(**call) if unit is None else make_divided(original, call, unit)
     with _destroyed_on_failure(result[0]):
+        check_division(result[0])
         keep_file_order(result[0], given)
         if wanted(result[0]):
             attach_section(result[0], config, unit if isinstance(unit, IslandUnit) else None)
@@ -185,6 +187,8 @@ def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], opt
     if division is not None:
         return _initialize(original, call, {**ds_config, SECTION: division}, wanted=has_optimizer)
     result = original(*args, **options)
+    with _destroyed_on_failure(result[0]):
+        check_division(result[0])
     warn_of_uncompressed(result[0], ds_config)
     return result
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 import deepspeed_compress
+from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, start, train, weights
+from tests.support.jobs import Job, data, make_engine, network, run, start, train, weights
 from tests.support.methods import NONE
 
 SAMPLED = pytest.mark.sampled(
@@ -180,3 +181,30 @@ def test_shards_of_engines_without_an_optimizer_are_divided() -> None:
     )
     found = run_forks(RANKS, without_optimizer, {"zero_optimization": {"stage": 3}}, sections)
     assert found == [[2, 2, RANKS]] * RANKS
+
+
+def refusals_of_divided(rank: int, section: Mapping[str, Any]) -> list[str]:
+    """Return the errors of engines over all ranks for models that `section` has divided. Train others after each."""
+    uninstall = deepspeed_compress.install()
+    once = make_engine(network(), Job(3, section).config())
+    once.destroy()
+    with deepspeed.zero.Init(config_dict_or_path=Job(3, section).config()):
+        made = network()
+    texts = []
+    for model in (once.module, made):
+        for job in (Job(3), Job(3, NONE), Job(3, {**NONE, "parallelism": {"shard_within": 4}})):
+            with pytest.raises(UnsupportedError) as caught:
+                make_engine(model, job.config())
+            texts.append(str(caught.value))
+        evaluation = {key: value for key, value in Job(3).config().items() if key != "optimizer"}
+        make_engine(model, evaluation, parameters=()).destroy()
+        run(make_engine(model, Job(3, section).config()), data(rank, Job(3)))
+    uninstall()
+    return texts
+
+
+@pytest.mark.parametrize("section", [ISLANDS, NODES])
+def test_an_engine_over_all_ranks_refuses_a_model_that_zero_3_has_divided(section: Mapping[str, Any]) -> None:
+    for texts in run_forks(RANKS, refusals_of_divided, section):
+        assert len(texts) == 6
+        assert all("has divided the parameters of this model over 2 ranks" in text for text in texts)

@@ -10,6 +10,7 @@ __all__ = ["PROGRAMS_ON_NODES", "PROGRAMS_ON_RAW_NODES"]
 
 _DIFFERENT: Mapping[str, str] = {
     "batches of other sizes at tails of epochs": "its batches are for two ranks",
+    "running statistics loaded": "the first node writes its statistics only, as rank 0 does under ZeRO 1 and 2",
     "gradients and states read": "nodes exchange gradients in the step, after they are read",
     "weights written in GatheredParameters": "rank 0 writes the weights of its own node",
 }
