@@ -39,7 +39,7 @@ def _first_version() -> int:
 
 
 class Receiving(Protocol):
-    """What receives published weights: a `rollout.Receiver`.
+    """Receiver of published weights, such as `rollout.Receiver`.
 
     Attributes:
         version: the held version; None if no complete one is held.

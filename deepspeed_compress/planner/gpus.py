@@ -170,7 +170,7 @@ GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (*_GPUS, _CPU)}
 _IGNORED = (
     r"\b(NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|BLACKWELL|WORKSTATION|SERVER|EDITION)\b|\bRTX|(SXM|HBM)[0-9]?\b"
 )
-"""What is ignored in the name of a GPU, some of it also without a space: RTX4090, H100SXM5."""
+"""Parts of a name of a GPU that are ignored, some of them also without a space: RTX4090, H100SXM5."""
 _ALIASES: Mapping[str, str] = {"DGXSPARK": "GB10", "SPARK": "GB10"}
 """Other names, without spaces and hyphens."""
 _GIB = 2**30

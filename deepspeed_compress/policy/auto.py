@@ -29,7 +29,7 @@ _INTERVAL = 100
 """Number of steps from a choice to the first check of the times; twice as many after each comparison."""
 
 Figures = Sequence[float]
-"""What a rank knows after a run of steps: the negative milliseconds of both steps of a pair, the step of the run before
+"""Figures of a rank after a run of steps: the negative milliseconds of both steps of a pair, the step of the run before
 first, or infinity if unknown; then 1 if batches changed their shapes, and 1 if it cannot change the kind of its steps.
 All ranks take the largest of each, so a pair has the times of the rank that began its steps last: the others have
 waited for that one."""
