@@ -102,6 +102,7 @@ class AsynchronousExchange:
             steps: number of steps of the checkpoint.
             samples: total number of samples so far.
         """
+        self._decision.forget()
         if self._pending is not None:
             self._await_reply(self._pending.answer)
             self._call += 1
@@ -195,6 +196,8 @@ class AsynchronousExchange:
 
     def _apply_reply(self, pending: PendingPush) -> ExchangeResult:
         begun = time.monotonic()
+        # Outside of a step, the first rank may just have told the others that this reply has arrived.
+        self._decision.forget()
         head, body = self._await_reply(pending.answer)
         self._call += 1
         self._pending, is_taken = None, head["kind"] == "taken"

@@ -109,6 +109,7 @@ class ElasticExchange:
         All islands start with the newest saved anchor, unless other islands have continued meanwhile. If all of them
         start again, their numbers are in the order of the saved ones.
         """
+        self._decision.forget()
         agreed = saved if saved is not None and saved["version"] else None
         if agreed is not None:
             claimed = agreed["run"], agreed["number"], agreed["version"]

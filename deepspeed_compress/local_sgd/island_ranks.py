@@ -95,18 +95,18 @@ class LeaderDecision:
         if self._group is None:
             return own or is_known
         if is_known:
-            self._forget()
+            self.forget()
             return True
         earlier, new = self._broadcast, torch.tensor([float(own)])
         first = dist.get_global_rank(self._group, 0)
         self._broadcast = (dist.broadcast(new, first, group=self._group, async_op=True), new)
         if earlier is None or not _wait_for(earlier):
             return False
-        self._forget()
+        self.forget()
         return True
 
-    def _forget(self) -> None:
-        """Wait for the broadcast in progress, if there is one, and ignore its decision."""
+    def forget(self) -> None:
+        """Wait for the broadcast in progress, if there is one, and ignore its decision. Collective."""
         if self._broadcast is not None:
             _wait_for(self._broadcast)
         self._broadcast = None

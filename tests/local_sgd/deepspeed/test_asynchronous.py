@@ -1,6 +1,7 @@
 """Asynchronous islands under DeepSpeed. Each is a job of its own with one or two ranks."""
 
 from collections.abc import Mapping
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,13 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> tuple[int, list[f
     engine = start(job)
     islands = engine.compression.islands
     batches = data(10 * islands.number + place, job)
-    # Wait for three answers, because a busy machine may give few during training. Later ones are taken as they arrive.
+    # Wait for three answers, because a busy machine may give few during training. Those that arrive are in the history.
     waited = []
     for begin in (0, 4, 8):
         # The ranks agree to pull one step after the third.
         run(engine, batches[begin : begin + 4])
-        waited.append(islands.exchange.finish(30))
+        result = islands.exchange.finish(30)
+        waited += [] if result is None else [result]
     run(engine, batches[12:])
     islands.exchange.finish(30)
     found = islands.number, anchor_of(engine), {result.kind for result in (*waited, *islands.history)}
@@ -66,6 +68,28 @@ def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
     assert records.pushes >= 6
     newest = [anchor for number, anchor, _ in islands if records.islands[number].version == records.version]
     assert newest == anchors
+
+
+def push_after_a_save(rank: int, job: Job, ports: list[int]) -> bool:
+    """Return True if a push follows in the step after a save, which has taken a reply that had just arrived."""
+    become_island(rank, 2, ports)
+    engine = start(job)
+    exchange, batches = engine.compression.islands.exchange, data(rank, job)
+    run(engine, batches[:3])
+    wait([exchange._pending.answer], 30)
+    # The first rank tells the others in this step, and all would take the reply in the next one.
+    run(engine, batches[3:4])
+    assert exchange.finish(30) is not None
+    run(engine, batches[4:5])
+    has_pushed = exchange.finish(30) is not None
+    engine.destroy()
+    return has_pushed
+
+
+def test_a_reply_that_a_save_has_taken_starts_no_push() -> None:
+    with parameter_server() as server, own_ports(1) as ports:
+        job = Job(0, section=section(server.port, exchange={"method": "none"}), steps=8)
+        assert run_forks(2, push_after_a_save, job, ports) == [False, False]
 
 
 def one_island(rank: int, alone: Job, ours: Job, ports: list[int]) -> list[dict[str, list[float]]]:
