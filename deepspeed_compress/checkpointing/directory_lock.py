@@ -20,7 +20,7 @@ def hold(directory: Path) -> TextIO | None:
     the files. On a file system without locks, no process is excluded.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    file = open(directory / LOCK, "w", opener=open_own)  # noqa: SIM115  (held by who called)
+    file = open(directory / LOCK, "w", opener=open_own)  # noqa: SIM115  (held by the caller)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
