@@ -99,7 +99,7 @@ TABLE = {
     "policy": allow("config errors monitor"),
     "planner": allow("errors"),
     "session": allow("collectives compression config errors monitor policy", "torch packaging"),
-    "backends.activations": allow("collectives compression config monitor session.traffic", "torch"),
+    "backends.activations": allow("collectives compression config monitor", "torch"),
     "backends.activations.compiled": allow("errors", "torch"),
     "backends.deepspeed": allow(
         "backends.activations launcher.heartbeat collectives compression config errors monitor session",
@@ -108,7 +108,7 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
-    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config policy session", "torch deepspeed"),
+    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config policy session", "torch"),
     "backends.deepspeed.attach": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
         "deepspeed",

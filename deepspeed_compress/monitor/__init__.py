@@ -2,7 +2,7 @@
 
 from deepspeed_compress.monitor.events import Event, EventLog, write_configuration
 from deepspeed_compress.monitor.journal import STATISTICS, Journal
-from deepspeed_compress.monitor.meter import KINDS, SAVED, Meter
+from deepspeed_compress.monitor.meter import KINDS, SAVED, Meter, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.monitor.versions import VERSIONS
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
 
@@ -18,5 +18,8 @@ __all__ = [
     "Meter",
     "StatisticsWriter",
     "StepStatistics",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
     "write_configuration",
 ]

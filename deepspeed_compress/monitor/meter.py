@@ -130,3 +130,17 @@ class Meter:
         """Begin a step, with or without GPU times."""
         fresh = Meter(timed=timed)
         self.__dict__.update(fresh.__dict__)
+
+
+def ring_reduce_scatter(size: int, ranks: int) -> int:
+    """Return the bytes that each of `ranks` sends to reduce-scatter a buffer of `size` bytes, as gloo and NCCL do."""
+    return size * (ranks - 1) // ranks
+
+
+ring_all_gather = ring_reduce_scatter
+"""Return the bytes that each rank sends to all-gather a buffer of `size` bytes, of which it has its share."""
+
+
+def ring_all_reduce(size: int, ranks: int) -> int:
+    """Return the bytes of a reduce-scatter followed by an all-gather."""
+    return 2 * ring_reduce_scatter(size, ranks)

@@ -9,9 +9,9 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import Activations, CompressConfig, CompressedWeights, Islands, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import ring_all_gather
 from deepspeed_compress.session.expected import LATE, mean_cost, uncompressed
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_gather
 
 
 def tell(text: Callable[[], str]) -> None:

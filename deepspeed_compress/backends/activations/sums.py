@@ -25,8 +25,7 @@ from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.compression.transforms import Hadamard, Identity
-from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.traffic import ring_all_reduce
+from deepspeed_compress.monitor import Meter, ring_all_reduce
 
 BLOCK = 64
 """Elements that share a scale. Scales are bf16, so 8 bits take 8.25 bits per element, and 4 bits 4.25."""

@@ -28,10 +28,10 @@ from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.monitor import ring_all_reduce
 from deepspeed_compress.session.announced import gradient_texts
 from deepspeed_compress.session.copies import leave_out_of_copies
 from deepspeed_compress.session.expected import one_bucket
-from deepspeed_compress.session.traffic import ring_all_reduce
 
 _HOOK_TWICE = "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
 

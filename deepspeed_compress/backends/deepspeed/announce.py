@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
+from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
-from deepspeed_compress.backends.deepspeed.limits import has_optimizer
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
 from deepspeed_compress.collectives.gloo import is_gloo
@@ -18,10 +18,10 @@ from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
 from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 
 def announce(engine: Any, session: Session, parameters: Parameters, kind: str, measured: Sequence[object] = ()) -> None:

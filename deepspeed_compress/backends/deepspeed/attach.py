@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_compress.backends.deepspeed import parallel
+from deepspeed_compress.backends.deepspeed import byte_counts
 from deepspeed_compress.backends.deepspeed.activations.attach import attach_activations, measure_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -15,13 +15,14 @@ from deepspeed_compress.backends.deepspeed.announce import (
     warn_of_single_rank_hosts,
     warn_of_uncounted,
 )
-from deepspeed_compress.backends.deepspeed.attachment import describe, find_parameters
+from deepspeed_compress.backends.deepspeed.attachment import describe
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
+from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
 from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine
-from deepspeed_compress.backends.deepspeed.limits import engine_kind, find_limits
+from deepspeed_compress.backends.deepspeed.limits import find_limits
 from deepspeed_compress.backends.deepspeed.losses import follow_losses
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
@@ -184,7 +185,7 @@ def _make_steps(engine: Any, parts: Parts, session: Session) -> Steps:
     nodes = None if node is None else attach_nodes(engine, node, session)
     weight_bytes = _no_bytes if nodes else _replace_collectives(engine, parts, session)
     norms = Norms(engine, parts.policy.skips) if parts.policy.guards else None
-    ended = parallel.count_parallel(engine, parts.run.meter, parts.patches)
+    ended = byte_counts.count_parallel(engine, parts.run.meter, parts.patches)
     settings = parts.config.rollout
     rollout = None if settings is None else attach_rollout(engine, settings, session.journal, parts.patches)
     return Steps(engine, session, norms, weight_bytes, ended, nodes, rollout)

@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed import (
+    byte_counts,
     comms_log,
     losses,
     norms,
     offloaded_shards,
-    parallel,
     seams,
     step_times,
 )
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
 from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
-from deepspeed_compress.backends.deepspeed.limits import engine_kind, refuse_unsupported
+from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind
+from deepspeed_compress.backends.deepspeed.limits import refuse_unsupported
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights import master_weights
@@ -84,7 +85,7 @@ def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> No
     copied = master_weights.SEAMS if in_nodes or config.islands is not None else ()
     averaged = offloaded_shards.SEAMS if in_nodes else ()
     seams.check_seams(
-        seams.STEP + stage.gradient_seams + parallel.SEAMS + comms_log.SEAMS + watched + timed + copied + averaged,
+        seams.STEP + stage.gradient_seams + byte_counts.SEAMS + comms_log.SEAMS + watched + timed + copied + averaged,
         deepspeed.__version__,
     )
     if config.activations is not None:

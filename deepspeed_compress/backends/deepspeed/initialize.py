@@ -21,7 +21,7 @@ from deepspeed_compress.backends.deepspeed.divided_calls import (
     make_divided,
 )
 from deepspeed_compress.backends.deepspeed.division import make_islands, make_nodes
-from deepspeed_compress.backends.deepspeed.limits import has_optimizer
+from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
 from deepspeed_compress.backends.deepspeed.restarts import resume_newest
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, RankUnit

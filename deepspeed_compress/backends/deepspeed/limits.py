@@ -1,4 +1,4 @@
-"""Engine kinds, and checks that refuse, with the reason, an engine that cannot be compressed correctly."""
+"""Checks that refuse, with the reason, an engine that cannot be compressed correctly."""
 
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
@@ -6,14 +6,19 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed import versions
+from deepspeed_compress.backends.deepspeed.engine_facts import (
+    engine_kind,
+    has_optimizer,
+    shares_layers,
+    stage_count,
+    tensor_size,
+)
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
 from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
 from deepspeed_compress.compression.kernels import FASTEST
@@ -21,13 +26,6 @@ from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.momentum import find_second_momentum
 from deepspeed_compress.session.nodes import ranks_per_node
-
-
-def engine_kind(engine: Any) -> str:
-    """Return the seam of `engine`: "zero_3", "zero_12", or "zero_0" for every optimizer that all-reduces gradients."""
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return "zero_3"
-    return "zero_12" if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else "zero_0"
 
 
 def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
@@ -71,64 +69,9 @@ def compresses(config: CompressConfig) -> bool:
     return config.gradients.method != "none" or config.weights.method != "none"
 
 
-def shared_parameters(engine: Any) -> list[str]:
-    """Return the names of parameters that must not be compressed because other data-parallel groups hold copies.
-
-    Each group reduces its own copy. If the groups compressed them, in different buckets, the copies would drift apart.
-    These are weights tied between pipeline stages and, under AutoTP, everything that it does not split.
-    """
-    shared = _tied(engine) | _replicated(engine)
-    return [name for parameter, name in engine.param_names.items() if id(parameter) in shared]
-
-
-def _tied(engine: Any) -> set[int]:
-    if not isinstance(engine, PipelineEngine):
-        return set()
-    return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
-
-
-def tied_copies(engine: Any) -> frozenset[str]:
-    """Return the names of weights of this pipeline stage that are tied to those of an earlier stage."""
-    if not isinstance(engine, PipelineEngine):
-        return frozenset()
-    tied = engine.module.get_tied_weights_and_groups()
-    return frozenset(engine.param_names[weight] for weight, group in tied if group.rank() > 0)
-
-
-def _replicated(engine: Any) -> set[int]:
-    if tensor_size(engine) == 1:
-        return set()
-    return {id(parameter) for parameter in engine.module.parameters() if not is_model_parallel_parameter(parameter)}
-
-
-def tensor_size(engine: Any) -> int:
-    """Return the number of ranks that share a layer, through AutoTP or a pipeline's topology."""
-    parts = engine.mpu.count if isinstance(engine.mpu, RankUnit) else 1
-    return int(dist.get_world_size() // (stage_count(engine) * parts * engine.seq_data_parallel_group.size()))
-
-
-def stage_count(engine: Any) -> int:
-    """Return the number of pipeline stages; 1 without a pipeline."""
-    return int(engine.module.num_stages) if isinstance(engine, PipelineEngine) else 1
-
-
 def _subclassed(engine: Any) -> bool:
     known = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
     return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
-
-
-def shares_layers(engine: Any) -> bool:
-    """Return True if ranks share layers in another way than by expert parallelism."""
-    return isinstance(engine, PipelineEngine) or tensor_size(engine) > 1 or engine.sequence_parallel_size > 1
-
-
-def has_optimizer(engine: Any) -> bool:
-    """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce.
-
-    In bf16, DeepSpeed makes its `BF16_Optimizer` for engines without an optimizer, too.
-    """
-    stands_in = not getattr(engine.optimizer, "using_real_optimizer", True)
-    return not stands_in and bool(getattr(engine.optimizer, "param_groups", None))
 
 
 def _has_separate_gradients(engine: Any) -> bool:

@@ -38,9 +38,9 @@ from deepspeed_compress.backends.deepspeed.weights.copies import (
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import ring_all_reduce
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_reduce
 
 
 def equalize_weights(engine: Any, unit: NodeUnit, *, is_new: bool) -> bool:

@@ -17,7 +17,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_compress.backends.deepspeed.limits import engine_kind
+from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import deciding_group
 

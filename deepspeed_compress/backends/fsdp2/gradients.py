@@ -24,7 +24,7 @@ from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import SeamError, UnsupportedError
-from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
+from deepspeed_compress.monitor import ring_all_reduce, ring_reduce_scatter
 
 
 def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:

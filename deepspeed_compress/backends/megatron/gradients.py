@@ -23,8 +23,8 @@ from deepspeed_compress.compression.segments import gather, scatter
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.monitor import ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 
 
 @dataclass(frozen=True)

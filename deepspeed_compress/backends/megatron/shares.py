@@ -13,7 +13,7 @@ from deepspeed_compress.backends.megatron.buckets import BucketGroup, describe
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config.names import user_name
-from deepspeed_compress.session.traffic import ring_all_gather
+from deepspeed_compress.monitor import ring_all_gather
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from torch.nn import Parameter
 from deepspeed_compress.backends.megatron.buckets import flat_sizes
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
-from deepspeed_compress.monitor import Meter
+from deepspeed_compress.monitor import Meter, ring_all_gather
 from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.traffic import ring_all_gather
 
 GatherFactory = Callable[[Sequence[tuple[str, int]], torch.dtype], DifferenceGather]
 """Factory for the gather of a flat buffer, from its (name, numel) pairs in order, including padding, and its dtype."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.backends.deepspeed.limits import stage_count, tensor_size, tied_copies
+from deepspeed_compress.backends.deepspeed.engine_facts import stage_count, tensor_size, tied_copies
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest

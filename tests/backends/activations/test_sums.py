@@ -12,8 +12,7 @@ from deepspeed_compress.backends.activations.sums import (
 )
 from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
 from deepspeed_compress.compression.codec import Codec
-from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.traffic import ring_all_reduce
+from deepspeed_compress.monitor import Meter, ring_all_reduce
 from tests.support.reducers import normal, raw_bytes
 from tests.support.threads import run_threads
 

@@ -14,8 +14,8 @@ from torch import nn
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state_description import Description, Moment, Position
 from deepspeed_compress.errors import StateError, UnsupportedError
+from deepspeed_compress.monitor import ring_all_reduce
 from deepspeed_compress.session.state_files import check_experts
-from deepspeed_compress.session.traffic import ring_all_reduce
 from tests.backends.deepspeed.programs.experts import Experts
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, run, weights

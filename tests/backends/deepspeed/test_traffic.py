@@ -16,8 +16,8 @@ from deepspeed.comm import comm
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed_compress.backends.deepspeed.byte_counts import Sizes
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
-from deepspeed_compress.backends.deepspeed.parallel import Sizes
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.monitor import KINDS

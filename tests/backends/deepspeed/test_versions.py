@@ -11,14 +11,16 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_compress.backends.deepspeed import limits, node_gradients, parallel, seams, versions
+from deepspeed_compress.backends.deepspeed import byte_counts, limits, node_gradients, seams, versions
 from deepspeed_compress.backends.deepspeed.gradients import deferred, zero_0
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.config import CompressConfig
 from launch.studies.versions import VERSIONS
 
 RELEASES = sorted({deepspeed.removeprefix("==") for deepspeed, *_ in VERSIONS.values() if deepspeed})
-FORMS = [*chain(seams.STEP, seams.ZERO_0, seams.ZERO_12, seams.ZERO_3, seams.OWNERSHIP, seams.WEIGHTS, parallel.SEAMS)]
+FORMS = [
+    *chain(seams.STEP, seams.ZERO_0, seams.ZERO_12, seams.ZERO_3, seams.OWNERSHIP, seams.WEIGHTS, byte_counts.SEAMS)
+]
 
 
 @pytest.fixture

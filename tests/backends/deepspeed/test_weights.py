@@ -11,7 +11,7 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero import stage_1_and_2
 
 from deepspeed_compress import SeamError, UnsupportedError
-from deepspeed_compress.backends.deepspeed.limits import shared_parameters
+from deepspeed_compress.backends.deepspeed.engine_facts import shared_parameters
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
 from deepspeed_compress.collectives.messages import Channel, Messages

@@ -18,8 +18,7 @@ from deepspeed_compress.collectives.reducer import Run as ReducerRun
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.traffic import ring_all_reduce
+from deepspeed_compress.monitor import Meter, ring_all_reduce
 from tests.support.forks import run_forks
 from tests.support.megatron import SEQUENCE, Gpt, Options, start
 

@@ -17,8 +17,7 @@ from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.hooks import LayerHooks
 from deepspeed_compress.backends.activations.sums import TensorSum, sum_gradient
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, sums_itself
-from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.traffic import ring_all_reduce
+from deepspeed_compress.monitor import Meter, ring_all_reduce
 
 
 def find_siblings(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:

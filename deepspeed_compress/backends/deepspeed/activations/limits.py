@@ -10,7 +10,7 @@ from deepspeed_compress.backends.deepspeed.activations.attached import compiled_
 from deepspeed_compress.backends.deepspeed.activations.column import find_siblings
 from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
 from deepspeed_compress.backends.deepspeed.activations.layers import is_column, is_row
-from deepspeed_compress.backends.deepspeed.limits import shares_layers, tensor_size
+from deepspeed_compress.backends.deepspeed.engine_facts import shares_layers, tensor_size
 from deepspeed_compress.config import CompressConfig, TensorActivations
 from deepspeed_compress.errors import UnsupportedError
 

@@ -23,10 +23,9 @@ from torch import Tensor
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.monitor import Meter
+from deepspeed_compress.monitor import Meter, ring_all_gather
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_gather
 
 SliceOf = Callable[[Segment], Tensor]
 """Function that returns the elements of a segment, as a flat view of the gradient that DeepSpeed reads."""

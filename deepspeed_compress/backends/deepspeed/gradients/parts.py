@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.compression.segments import Segment, gather
-from deepspeed_compress.session.traffic import ring_all_reduce
+from deepspeed_compress.monitor import ring_all_reduce
 
 Key = tuple[int, int, int]
 """Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""

@@ -26,9 +26,9 @@ from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_part
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
 Bucket = Sequence[Tensor]
 Contents = Sequence[tuple[str, int]]

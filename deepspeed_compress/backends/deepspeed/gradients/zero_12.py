@@ -31,10 +31,10 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zer
 from deepspeed_compress.collectives.buckets import LAYOUTS
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import scatter
+from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce
 from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
 
 def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall
 from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
-from deepspeed_compress.backends.deepspeed.limits import tensor_size
+from deepspeed_compress.backends.deepspeed.engine_facts import tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
-from deepspeed_compress.monitor import KINDS, Meter
+from deepspeed_compress.monitor import KINDS, Meter, ring_all_gather, ring_all_reduce
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import ByteReport, Sizes
-from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 
