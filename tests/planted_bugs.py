@@ -257,7 +257,7 @@ BUGS: Mapping[str, Bug] = {
         ("collectives/test_reducers.py",),
     ),
     "means wait while PowerSGD is in force": Bug(
-        "session/switching.py",
+        "session/residual_state.py",
         "        gradients.add([(piece, values / scale)], values.device)",
         "        pass",
         ("backends/deepspeed/test_switching.py",),

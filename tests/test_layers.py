@@ -98,17 +98,18 @@ TABLE = {
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
     "planner": allow("errors"),
-    "session": allow("collectives compression config errors monitor policy", "torch packaging"),
+    "session": allow("collectives compression config errors monitor policy", "torch"),
     "backends.activations": allow("collectives compression config monitor", "torch"),
     "backends.activations.compiled": allow("errors", "torch"),
     "backends.deepspeed": allow(
-        "backends.activations launcher.heartbeat collectives compression config errors monitor session",
+        "backends.activations backends.announce backends.groups backends.limits launcher.heartbeat collectives "
+        "compression config errors monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
-    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config policy session", "torch"),
+    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config errors policy session", "torch"),
     "backends.deepspeed.attach": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
         "deepspeed",
@@ -144,8 +145,8 @@ TABLE = {
     ),
     "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
     "backends.megatron": allow(
-        "backends.activations backends.groups backends.limits backends.sessions backends.steps collectives compression "
-        "config errors monitor session",
+        "backends.activations backends.announce backends.groups backends.limits backends.sessions backends.steps "
+        "collectives compression config errors monitor session",
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
@@ -202,7 +203,7 @@ TABLE = {
         "errors integrations.importing integrations.replacing",
         lazily="accelerate backends integrations.followed torch transformers",
     ),
-    "integrations.followed": allow("errors session.copies", "torch", lazily="backends"),
+    "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),
     "tools": allow(),
     "tools.arguments": allow(),
     "tools.check": allow("config tools.tables"),

@@ -1,18 +1,241 @@
-"""The line that is printed at the start of training without DeepSpeed."""
+"""Line at the start for any engine: what is compressed, how, and what it is expected to send and to keep.
 
-from collections.abc import Callable, Sequence
+The figures are a prediction for all parameters in a single bucket, so they are those of large buckets: with small ones,
+per-message overhead takes a larger share.
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.session.announced import joined, tell
+from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.reducer import Reducer
+from deepspeed_compress.config import (
+    Activations,
+    CompressConfig,
+    CompressedGradients,
+    CompressedWeights,
+    Islands,
+    brief,
+)
+from deepspeed_compress.config.numbers import size
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import ring_all_gather
 from deepspeed_compress.session.session import Session
+
+LATE = 10**9
+"""Optimizer step after the end of every density warm-up."""
+MOST = 64
+"""Largest number of steps to average over, if some parameters are sent only every few steps."""
 
 
 def announce(session: Session, group: ProcessGroup, where: str, figures: Callable[[], Sequence[str]]) -> None:
     """Write the line to standard error, on the first rank of `group`, unless `monitor.announce` is false.
 
-    `where` names the engine. `figures` returns texts about gradients and weights, none if nothing is compressed.
+    Args:
+        session: the session.
+        group: the ranks that exchange messages.
+        where: name of the engine.
+        figures: returns texts about gradients and weights, none if nothing is compressed.
     """
     if group.rank() == 0 and session.config.monitor.announce:
         tell(partial(joined, session.config, where, group.size(), figures))
+
+
+def tell(text: Callable[[], str]) -> None:
+    """Write the startup line to standard error."""
+    try:
+        print(f"deepspeed_compress: {text()}", file=sys.stderr, flush=True)
+    except Exception as error:  # an informational line must not stop one rank while the others wait for it
+        warnings.warn(f"the startup line cannot be written: {error!r}", CompressWarning, stacklevel=3)
+
+
+def joined(
+    config: CompressConfig,
+    where: str,
+    ranks: int,
+    figures: Callable[[], Sequence[str]],
+    members: str = "data-parallel ranks",
+    measured: Sequence[object] = (),
+) -> str:
+    """Return the startup line.
+
+    Args:
+        config: the section.
+        where: the engine, such as the ZeRO stage.
+        ranks: number of ranks, or nodes, that exchange messages.
+        figures: returns the texts about traffic; called only if there are several.
+        members: what is counted by `ranks`, in the plural.
+        measured: what was measured at the start, as texts.
+    """
+    methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
+    first = f"{methods}; {where}, {ranks} {members}"
+    found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *map(str, measured)]
+    found += _between_islands(config.islands)
+    if not found:
+        return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
+    return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} turns this line off)'
+
+
+def _start(config: CompressConfig) -> list[str]:
+    """Return the text on steps at the start that are not compressed; none if all steps are."""
+    if config.auto is not None:
+        return ["auto: both kinds of steps take turns first, and compression stays if it makes steps faster"]
+    warmup = config.schedule.warmup_steps
+    return [f"the first {warmup} steps are uncompressed"] if warmup else []
+
+
+def _inside_model(config: CompressConfig) -> list[str]:
+    """Return the texts on what ranks with different parts of the model send to each other."""
+    activations, found = config.activations or Activations(), []
+    tensor, pipeline = activations.tensor, activations.pipeline
+    experts, sequence = activations.experts, activations.sequence
+    if tensor is not None:
+        backward = f", {tensor.backward_bits} backward" if tensor.backward_bits else ""
+        how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits{backward}"] if tensor.bits else [])
+        found.append(f"sums of tensor parallelism are {' and '.join(how)}")
+    if pipeline is not None:
+        found.append(f"activations between stages are in {pipeline.bits} bits")
+    if experts is not None and experts.dispatch is not None:
+        found.append(f"tokens for experts are in {experts.dispatch.bits} bits")
+    if experts is not None and experts.combine is not None:
+        found.append(f"results of experts are in {experts.combine.bits} bits")
+    if sequence is not None:
+        found.append(f"all-to-alls of sequence parallelism are in {sequence.bits} bits")
+    return found
+
+
+def _between_islands(islands: Islands | None) -> list[str]:
+    if islands is None:
+        return []
+    every = islands.sync_every if islands.sync_steps is None else f"{islands.sync_steps} steps"
+    return [f"islands exchange {brief(islands.exchange)} every {every}"]
+
+
+def gradient_texts(
+    session: Session,
+    parameters: Parameters,
+    partitions: Sequence[Partition],
+    everywhere: bool,
+    alone: int,
+    times: int = 1,
+) -> list[str]:
+    """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps between steps.
+
+    Args:
+        session: the session of the run.
+        parameters: the model's parameters.
+        partitions: cut of one bucket with all trained parameters of each group of ranks.
+        everywhere: reduce to all ranks instead of to the owners.
+        alone: bytes that the engine sends without compression.
+        times: reductions per step.
+    """
+    total = sum(map(parameters.numel, parameters.trained))
+    raw = {name for one in partitions for name in uncompressed(session.gradients.chosen_reducer(LATE, one), one)}
+    costs = [mean_cost(session, partition, everywhere) for partition in partitions]
+    sent, kept = sum(one.sent for one in costs), sum(one.kept for one in costs)
+    share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
+    count, frozen = len(parameters.trained), len(parameters.shapes) - len(parameters.trained)
+    return [
+        f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} "
+        f"are excluded{f', {frozen} are frozen' if frozen else ''}",
+        f"rank 0 sends about {size(times * sent)} of gradients a step, uncompressed {size(alone)}",
+        f"residuals take up to {size(kept)}",
+    ]
+
+
+def weight_text(
+    weights: CompressedWeights,
+    parameters: Parameters,
+    gathered: Iterable[tuple[Collection[str], int]],
+    sizes: Mapping[str, int],
+    when: str,
+    rounded: Collection[str],
+) -> str:
+    """Return a text on the bytes of weights that a rank sends `when` they are gathered, and on those sent exactly.
+
+    Args:
+        weights: the settings.
+        parameters: the model's parameters.
+        gathered: names of the parameters that are gathered over the same ranks, with the number of these ranks.
+        sizes: bytes of each uncompressed parameter.
+        when: occasion on which they are gathered.
+        rounded: names of the parameters that are not data to be kept exactly.
+    """
+    sent = alone = exact = 0
+    small = parameters.uncompressed(weights.min_numel)
+    for names, ranks in gathered:
+        raw = sum(sizes[name] for name in names if name in small or name not in rounded)
+        coded = sum(parameters.numel(name) for name in names if name in rounded and name not in small)
+        sent += ring_all_gather(weights.compressor().payload_bytes(coded) + raw, ranks)
+        alone += ring_all_gather(sum(sizes[name] for name in names), ranks)
+        exact += ring_all_gather(sum(sizes[name] for name in names if name not in rounded), ranks)
+    text = f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"
+    return text + (f"; {size(exact)} of them are {_why_exact(weights)}" if exact else "")
+
+
+def _why_exact(weights: CompressedWeights) -> str:
+    """Return a text on the weights that are not rounded."""
+    if weights.frozen:
+        return "packed, or of a type that is not trained, and travel exactly"
+    return 'frozen and travel exactly (in weights, "frozen": true rounds those that are not packed)'
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that a rank sends in a step, and bytes that it keeps between steps."""
+
+    sent: float = 0.0
+    kept: float = 0.0
+
+
+def one_bucket(sizes: Sequence[tuple[str, int]], ranks: int, apart: bool) -> Partition:
+    """Return one bucket with all parameters, given as (name, numel), cut evenly among the ranks.
+
+    With `apart`, each parameter is cut evenly instead of the whole bucket.
+    """
+    if not apart:
+        return even_partition(sizes, ranks)
+    return partition_by_sizes([(name, _shares(numel, ranks)) for name, numel in sizes], ranks)
+
+
+def _shares(numel: int, ranks: int) -> list[tuple[int, int]]:
+    share = -(-numel // ranks)
+    return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
+
+
+def mean_cost(session: Session, partition: Partition, everywhere: bool) -> Cost:
+    """Return the mean cost of reducing a bucket cut by `partition` as configured, after all warm-ups.
+
+    It is a mean over steps, because overrides may send only every few steps.
+
+    Args:
+        session: the session of the run.
+        partition: the owners of the bucket's segments.
+        everywhere: reduce to all ranks instead of to the owners.
+    """
+    gradients = session.config.gradients
+    every = [one.every for one in gradients.overrides] if isinstance(gradients, CompressedGradients) else []
+    steps = range(LATE, LATE + min(MOST, math.lcm(*every)))
+    costs = [cost(session.gradients.chosen_reducer(step, partition), partition, everywhere) for step in steps]
+    return Cost(sum(one.sent for one in costs) / len(costs), max(one.kept for one in costs))
+
+
+def cost(reducer: Reducer, partition: Partition, everywhere: bool) -> Cost:
+    """Return the cost of reducing a bucket in one optimizer step."""
+    transfers = reducer.transfers(partition, everywhere)
+    stored = [*reducer.stored(partition), *(pair for one in transfers for pair in one.stored())]
+    return Cost(sum(one.bytes for one in transfers), sum(store.bytes_of(numel) for store, numel in stored))
+
+
+def uncompressed(reducer: Reducer, partition: Partition) -> set[str]:
+    """Return the names of the parameters of `partition` that are always sent uncompressed."""
+    transfers = reducer.transfers(partition, everywhere=False)
+    compressed = {name for one in transfers for name in one.names() - one.uncompressed_names()}
+    return {name for one in transfers for name in one.names()} - compressed

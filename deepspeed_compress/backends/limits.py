@@ -1,17 +1,29 @@
-"""Checks of settings that only DeepSpeed supports. All problems are reported at once, before anything is attached."""
+"""Checks for engines of any kind: the version of torch, equal settings on all ranks, and settings without effect."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression.kernels import FASTEST
-from deepspeed_compress.config import SECTION, CompressConfig
-from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.session.momentum import find_second_momentum
+from deepspeed_compress.config import SECTION, CompressConfig, total_steps
+from deepspeed_compress.config.contradictions import WITH_TRAINER
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
+
+OLDEST_TORCH = Version("2.7")
+"""Oldest version of torch that works."""
+_OF_A_RANK: Mapping[str, Any] = {
+    **dict.fromkeys(("checkpointing", "communication", "islands", "lint", "rollout"), True),
+    "monitor": {"path", "announce"},
+}
+"""Keys that may differ between ranks, such as paths and rates."""
 
 
 def _other_ownership(config: CompressConfig) -> str | None:
@@ -92,3 +104,65 @@ def refuse(engine: Any, problems: Iterable[str]) -> None:
     if found:
         text = "\n".join(f"- {problem}" for problem in found)
         raise UnsupportedError(f"this {type(engine).__name__} cannot be compressed:\n{text}")
+
+
+def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: CompressConfig) -> Iterator[str]:
+    """Yield a problem, with the fix, if an optimizer with these groups would apply momentum a second time."""
+    if config.gradients.method not in OWN_MOMENTUM:
+        return
+    found = {_first_momentum(group) for group in param_groups} - {0.0}
+    if found:
+        yield (
+            f"/deepspeed_compress/gradients/method {config.gradients.method} applies momentum to the "
+            f"gradients, and the optimizer would apply momentum {max(found)} on top; allowed: none. Write "
+            f"optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
+        )
+
+
+def _first_momentum(group: Mapping[str, Any]) -> float:
+    """Return the factor of the optimizer's first moment; 0.0 if it has none."""
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
+def check_torch(found: str) -> None:
+    """Raise SeamError if PyTorch version `found` is too old. A preview of a release counts as that release."""
+    if Version(found).release < OLDEST_TORCH.release:
+        raise SeamError(
+            f"PyTorch {found} is installed, but deepspeed_compress needs torch >={OLDEST_TORCH}; install it: "
+            f"pip install 'torch>={OLDEST_TORCH}'"
+        )
+
+
+def check_alike(config: CompressConfig, document: Mapping[str, Any], group: ProcessGroup | None = None) -> None:
+    """Check that all ranks of `group`, or of the job if None, have the same settings. Collective.
+
+    Messages have no header, so ranks with other settings would misread them.
+
+    Args:
+        config: the section of this rank.
+        document: the whole configuration of this rank.
+        group: the ranks.
+
+    Raises:
+        ConfigError: on all ranks, if two of them differ.
+    """
+    own = config.model_dump(mode="json", exclude=dict(_OF_A_RANK))
+    own["schedule"]["total_steps"] = total_steps(document, config.schedule)
+    # Figures are computed over all ranks if they are written.
+    own["monitor"]["path"] = "a path" if config.monitor.path else None
+    first, *others = gather_objects(own, group)
+    for rank, other in enumerate(others, 1):
+        for path, value, different in _differences(first, other, f"/{SECTION}"):
+            raise ConfigError(
+                f"{path}: {value!r} on rank 0, but {different!r} on rank {rank} (allowed: the same on all "
+                "ranks); give all of them the same configuration"
+            )
+
+
+def _differences(one: Any, other: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values that differ between `one` and `other`, each with its JSON pointer."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key, value in one.items():
+            yield from _differences(value, other[key], f"{path}/{key}")
+    elif one != other:
+        yield path, one, other

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed_compress.backends.groups import find_place_in, make_groups
+from deepspeed_compress.backends.limits import check_alike, check_torch
 from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
@@ -29,7 +30,6 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import Sizes
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import NOT_SAVED, Place, load_state_files, result_on_all, save_state_files
-from deepspeed_compress.session.torch_version import check_torch
 
 Config = str | Path | dict[str, Any]
 """Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""
@@ -164,6 +164,7 @@ def make_session_parts(
     """
     check_torch(torch.__version__)
     check_world(section, exchanged.group.size())
+    check_alike(section, document, exchanged.group)
     attachment = Attachment(
         section,
         document,

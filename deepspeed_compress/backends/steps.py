@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.session.copies import leave_out_of_copies
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, leave_out_of_copies
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.session.copies import leave_out_of_copies
+from deepspeed_compress.session.patches import leave_out_of_copies
 
 if TYPE_CHECKING:
     from deepspeed_compress.backends.sessions import Attached, Config

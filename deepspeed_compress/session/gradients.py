@@ -1,16 +1,20 @@
 """Reductions of gradient buckets in the running step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import CompressedGradients
+from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.observer import PolicyInputs
 from deepspeed_compress.session.parts import Parts
 
@@ -153,3 +157,21 @@ class GradientReductions:
     def _is_compared(self, reducer: Reducer) -> bool:
         """Return True if its next bucket is compared: the first one of all ranks in a step that compares."""
         return self._compares() and self._meter.cosine is None and reducer is self.reducer
+
+
+def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
+    """Wait for reductions whose sums are not needed any more, so that no later message is mistaken for one of theirs.
+
+    Collective.
+
+    Raises:
+        StateError: on all ranks of `group`, if they have begun different numbers of reductions.
+    """
+    begun = gather_objects(len(pending), group)
+    if min(begun) != max(begun):
+        raise StateError(
+            f"backward failed at different points: ranks have started {begun} reductions, so some ranks wait "
+            "for others that never started theirs (allowed: the same number on all ranks); restart the job"
+        )
+    for one in pending:
+        one.finish(torch.zeros(sum(segment.numel for segment in one.own)))

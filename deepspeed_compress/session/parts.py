@@ -21,11 +21,9 @@ from deepspeed_compress.config import CompressConfig, total_steps
 from deepspeed_compress.monitor import EventSink, Journal, Meter
 from deepspeed_compress.monitor.journal import utc_now
 from deepspeed_compress.policy import AllowedChoices, Policy
-from deepspeed_compress.session.alike import check_alike
 from deepspeed_compress.session.observer import new_run, of_first
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.records import Records, make_records
-from deepspeed_compress.session.reporting import ByteReport, Reporter
+from deepspeed_compress.session.reporting import ByteReport, Records, Reporter, make_records
 from deepspeed_compress.session.residual_state import ResidualState
 from deepspeed_compress.session.step_settings import StepSettings
 
@@ -106,14 +104,9 @@ class Parts:
 
 
 def make_parts(attachment: Attachment, patches: Patches) -> Parts:
-    """Return the parts of a session. Collective in the group of `attachment`.
-
-    Raises:
-        ConfigError: its ranks have different settings.
-    """
+    """Return the parts of a session. Collective in the group of `attachment`."""
     config, group = attachment.config, attachment.group
     total = total_steps(attachment.document, config.schedule)
-    check_alike(config, total, group)
     pace, chunk = make_pace(config.communication, group), chunk_numel(attachment.device)
     run = Run(StepClock(), Meter(), config.seed, pace, chunk)
     reporter = Reporter(

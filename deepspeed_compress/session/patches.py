@@ -1,7 +1,8 @@
-"""Replaced attributes of an engine and of objects that belong to it, and how to restore them."""
+"""Replaced attributes of an engine and of objects that belong to it: how to restore them, and copies without them."""
 
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from deepspeed_compress.errors import CompressError, SeamError
 
 _ABSENT = object()
+_PACKAGE = __name__.partition(".")[0]
+_REDUCE = "__reduce_ex__"
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,37 @@ class Patches:
 def _after(action: Callable[[], object], method: Callable[..., Any], *args: Any, **options: Any) -> Any:
     action()
     return method(*args, **options)
+
+
+def leave_out_of_copies(owner: Any) -> None:
+    """Make `copy.deepcopy` and pickles of `owner` leave out hooks, methods and attributes of this package.
+
+    Programs copy models to average their weights, and save whole models and scalers. The attached hooks hold process
+    groups, which cannot be copied; and the copy is another object, to which nothing is attached yet.
+    """
+    # Both look up `__reduce_ex__` on the object itself. The reference is weak, so that the object can be freed.
+    object.__setattr__(owner, _REDUCE, functools.partial(_reduce, weakref.ref(owner)))
+
+
+def _reduce(reference: "weakref.ref[Any]", protocol: Any) -> tuple[Any, ...]:
+    owner = reference()
+    made, arguments, state, *rest = getattr(type(owner), _REDUCE)(owner, protocol)
+    cleaned = {name: _without_ours(value) for name, value in state.items() if name != _REDUCE and not _is_ours(value)}
+    return (made, arguments, cleaned, *rest)
+
+
+def _without_ours(value: Any) -> Any:
+    """Return `value` without the hooks of this package that it holds."""
+    if isinstance(value, dict) and any(map(_is_ours, value.values())):
+        return type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
+    if isinstance(value, list):
+        # Communication hooks of DistributedDataParallel, each with its state.
+        return [one for one in value if not (isinstance(one, tuple) and any(map(_is_ours, one)))]
+    return value
+
+
+def _is_ours(value: Any) -> bool:
+    while isinstance(value, functools.partial):
+        value = value.func
+    owner = getattr(value, "__self__", value)
+    return not isinstance(owner, Mapping) and str(getattr(owner, "__module__", "")).partition(".")[0] == _PACKAGE

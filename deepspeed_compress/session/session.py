@@ -10,12 +10,11 @@ from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import StepPlan
 from deepspeed_compress.session.exact import ExactWeights
 from deepspeed_compress.session.gradients import GradientReductions
-from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs
+from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs, StepWatch
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges, StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.step_end import StepEnd
-from deepspeed_compress.session.step_watch import StepWatch
 
 
 class Session:

@@ -7,12 +7,11 @@ from functools import partial
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, SeamError
 from deepspeed_compress.policy import Actions, Observation
-from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs, StepMeans
+from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs, StepMeans, StepWatch
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.protocols import StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
-from deepspeed_compress.session.step_watch import StepWatch
 
 
 class StepEnd:

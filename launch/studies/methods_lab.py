@@ -35,8 +35,7 @@ from deepspeed_compress.monitor import EventLog, Journal, Meter
 from deepspeed_compress.policy import Policy
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.records import Records
-from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.reporting import Records, Reporter
 from deepspeed_compress.session.residual_state import FinishedStep, ResidualState
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.step_settings import StepSettings

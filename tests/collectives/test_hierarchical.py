@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.groups import split_by_node
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
@@ -15,7 +16,6 @@ from deepspeed_compress.compression.compressors import Blockwise, Cast, Compress
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.nodes import split_by_node
 from tests.support.codecs import noise
 from tests.support.reducers import integers, interleaved, payload_reducer
 from tests.support.threads import run_nodes

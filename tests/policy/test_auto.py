@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_compress.config.models import Auto
 from deepspeed_compress.policy.auto import RUN, AutoChoice, Verdict
-from deepspeed_compress.session.step_watch import StepWatch
+from deepspeed_compress.session.observer import StepWatch
 
 PAIRS = 8
 

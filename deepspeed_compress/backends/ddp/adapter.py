@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from deepspeed_compress.backends.announce import announce
+from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket
 from deepspeed_compress.backends.ddp.batches import Batch, Plan
 from deepspeed_compress.backends.ddp.unused import Unused
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
@@ -29,9 +29,7 @@ from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.monitor import ring_all_reduce
-from deepspeed_compress.session.announced import gradient_texts
-from deepspeed_compress.session.copies import leave_out_of_copies
-from deepspeed_compress.session.expected import one_bucket
+from deepspeed_compress.session.patches import leave_out_of_copies
 
 _HOOK_TWICE = "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
+from deepspeed_compress.backends.announce import gradient_texts, joined, one_bucket, tell, weight_text
 from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
@@ -19,8 +20,6 @@ from deepspeed_compress.config.numbers import size
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
-from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
 
 

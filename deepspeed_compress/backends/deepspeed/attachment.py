@@ -1,9 +1,12 @@
 """Description of an engine for the parts of its session."""
 
 import functools
+import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed import byte_counts, comms_log
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind
@@ -11,10 +14,11 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_0 import may_begin_ear
 from deepspeed_compress.backends.deepspeed.groups import find_separate, make_groups
 from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, deciding_group, node_unit
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy import AllowedChoices
-from deepspeed_compress.session.machines import equal_machines
 from deepspeed_compress.session.parts import Attachment
 
 
@@ -60,3 +64,26 @@ def _available(engine: Any, config: CompressConfig) -> AllowedChoices:
         return AllowedChoices()
     low_rank = equal_machines(engine.device, deciding_group(engine))
     return AllowedChoices(low_rank, weights=engine_kind(engine) != "zero_3")
+
+
+def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> bool:
+    """Return True if PyTorch would choose the same kernels on all ranks of `group`, or of the job if None.
+
+    Otherwise, a CompressWarning is issued on all ranks. PowerSGD needs equal kernels, because every rank computes the
+    mean of matrices for itself. Collective.
+    """
+    found = gather_objects(_machine(device), group)
+    kinds = sorted(set(map(str, found)))
+    if len(kinds) > 1:
+        warnings.warn(
+            "/deepspeed_compress/adaptive: powersgd is not among the default candidates, because the ranks run on "
+            f"different machines ({'; '.join(kinds)}), and powersgd needs the same bits from all ranks",
+            CompressWarning,
+            stacklevel=2,
+        )
+    return len(kinds) == 1
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads"

@@ -26,10 +26,10 @@ from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, Ra
 from deepspeed_compress.backends.deepspeed.weights import master_weights
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import check_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import check_weights
+from deepspeed_compress.backends.limits import check_alike, check_torch
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config import CompressConfig, check_world
 from deepspeed_compress.errors import CompressError, ConfigError
-from deepspeed_compress.session.torch_version import check_torch
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def check_on_all_ranks(engine: Any, config: CompressConfig, island: IslandUnit |
     refused = own or next((one for one in every if one is not None), None)
     if refused is not None:
         raise refused
+    check_alike(config, engine.config)
 
 
 def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> None:

@@ -11,13 +11,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
+from deepspeed_compress.backends.groups import ranks_per_node, split_by_node
 from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 from deepspeed_compress.session.patches import Patches
 
 

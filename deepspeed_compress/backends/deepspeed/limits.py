@@ -21,11 +21,11 @@ from deepspeed_compress.backends.deepspeed.engine_facts import (
 )
 from deepspeed_compress.backends.deepspeed.groups import partition_groups
 from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
+from deepspeed_compress.backends.groups import ranks_per_node
+from deepspeed_compress.backends.limits import find_second_momentum
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.session.momentum import find_second_momentum
-from deepspeed_compress.session.nodes import ranks_per_node
 
 
 def refuse_unsupported(engine: Any, config: CompressConfig) -> None:

@@ -9,8 +9,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_compress.backends.deepspeed.losses import SEAMS as _BACKWARD
 from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.session.observer import StepWatch
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.step_watch import StepWatch
 
 SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.forward"), *_BACKWARD)
 

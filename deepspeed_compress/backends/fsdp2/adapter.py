@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from deepspeed_compress.backends.announce import announce
+from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket, weight_text
 from deepspeed_compress.backends.fsdp2.gradients import compress_gradients, count_gradients, uncompressed_bytes
 from deepspeed_compress.backends.fsdp2.limits import find_division_limits, find_gradient_limits, find_weight_limits
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units, gather_dtype
@@ -32,8 +32,6 @@ from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig, CompressedWeights, WeightsConfig
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.session.announced import gradient_texts, weight_text
-from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
 
 

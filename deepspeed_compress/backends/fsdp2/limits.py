@@ -6,8 +6,8 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
+from deepspeed_compress.backends.groups import ranks_per_node
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
-from deepspeed_compress.session.nodes import ranks_per_node
 
 _REDUCED = (torch.float32, torch.bfloat16)
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16)

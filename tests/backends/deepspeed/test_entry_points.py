@@ -17,9 +17,9 @@ from deepspeed_compress import ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed import checks, limits, seams
 from deepspeed_compress.backends.deepspeed.groups import downward_group
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
+from deepspeed_compress.backends.limits import check_torch
 from deepspeed_compress.config import CompressConfig, parse_section
 from deepspeed_compress.integrations.run import _leave_gloo
-from deepspeed_compress.session.torch_version import check_torch
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, make_engine, network, run, start, train, warned, weights
 from tests.support.messages import caught_warnings, check_contained, refusal

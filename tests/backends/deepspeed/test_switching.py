@@ -17,7 +17,7 @@ from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import brief, parse_section
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.policy import WeightCosts
-from deepspeed_compress.session.switching import hand_over_means, make_expected
+from deepspeed_compress.session.residual_state import hand_over_means, make_expected
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import FP16, NO_MOMENTUM

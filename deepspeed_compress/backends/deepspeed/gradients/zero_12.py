@@ -32,7 +32,7 @@ from deepspeed_compress.collectives.buckets import LAYOUTS
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import scatter
 from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce
-from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.gradients import discard
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 

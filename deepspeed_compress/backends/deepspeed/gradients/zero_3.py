@@ -32,7 +32,7 @@ from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.monitor import Meter, ring_all_reduce, ring_reduce_scatter
-from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.gradients import discard
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 

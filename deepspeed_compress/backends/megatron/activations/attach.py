@@ -9,12 +9,12 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.crossover import Kind, measure_kinds
+from deepspeed_compress.backends.announce import tell
 from deepspeed_compress.backends.megatron.activations.experts import attach_experts, find_dispatchers
 from deepspeed_compress.backends.megatron.activations.pipeline import Stages
 from deepspeed_compress.backends.megatron.activations.tensor import attach_tensor
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import Activations
-from deepspeed_compress.session.announced import tell
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 

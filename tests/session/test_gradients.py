@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.gradients import discard
 from tests.support.forks import run_forks
 from tests.support.two_branches import start
 

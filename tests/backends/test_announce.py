@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_compress.backends.announce import joined
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.session.announced import joined
 
 NONE = {"gradients": {"method": "none"}}
 
