@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 HOME = "index.md"
 ELSEWHERE = ("CHANGELOG.md", "LICENSE", "configs")
 _SOURCE = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(?:deepspeed_compress|launch|tests)/[^)]*\)")
-_LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
+_LINK = re.compile(r"""(\]\(|src=")(?!https?:|#)([^)\s#"]+)""")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -43,7 +43,7 @@ def generated_pages() -> dict[str, str]:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository into links between pages of the site, which has no sources."""
     place = page.file.src_uri
-    return _LINK.sub(lambda found: f"]({_relative(found[1], place)}", _SOURCE.sub(r"\1", markdown))
+    return _LINK.sub(lambda link: f"{link[1]}{_relative(link[2], place)}", _SOURCE.sub(r"\1", markdown))
 
 
 def _relative(link: str, place: str) -> str:
