@@ -158,9 +158,8 @@ TABLE = {
         "pydantic torch",
     ),
     "rollout.vllm": allow("errors rollout", "torch", lazily="transformers"),
-    "rollout.signatures": allow(),
-    "rollout.served_store": allow("rollout.signatures rollout.store errors transport", "httpx"),
-    "rollout.store_server": allow("rollout.signatures rollout.store errors transport", "fastapi starlette uvicorn"),
+    "rollout.served_store": allow("rollout.store rollout.store_server errors transport"),
+    "rollout.store_server": allow("rollout.store errors transport"),
     "rollout.lossy": allow("compression.compressors.blockwise", "torch"),
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
@@ -227,7 +226,7 @@ TABLE = {
     "tools.islands": allow(
         "config errors local_sgd.coordinator transport.errors transport.tls", lazily="local_sgd.parameter_server"
     ),
-    "tools.rollout": allow("errors rollout.store transport", lazily="rollout.store_server"),
+    "tools.rollout": allow("rollout.served_store rollout.store rollout.store_server transport"),
     "tools.lint": allow(
         "__init__ config diagnostics errors safe_files tools.arguments tools.outputs tools.rules",
         "yaml",

@@ -12,7 +12,7 @@ class Rollout(Model):
 
     directory: Annotated[str, Field(min_length=1)]
     """Directory of the published versions, which all ranks and all rollout workers share, or the address of a server of
-    such a store: "http://host:port"."""
+    such a store: "tcp://host:port"."""
     method: Literal["exact", "blockwise"] = "exact"
     """`exact`: receivers hold the weights bit for bit. `blockwise`: changes are rounded to `bits` per value if that is
     shorter, and what was lost is sent with the next version."""

@@ -2,8 +2,7 @@
 
 Data flows one way: the slices of a model that a rank publishes (`sources`) are encoded as changes (`changes`), which
 form the parts of a version (`parts`, `shares`, `versions`) in a store (`store`), from which a receiver applies them to
-its module (`receiver`). `store_server` serves a store by HTTP, and `served_store` is its client; both need packages of
-the extra `http`.
+its module (`receiver`). `store_server` serves a store to other hosts, and `served_store` is its client.
 """
 
 from deepspeed_compress.rollout.publisher import Published, Publisher
@@ -14,13 +13,12 @@ __all__ = ["DirectoryStore", "Published", "Publisher", "Receiver", "Store", "ope
 
 
 def open_store(place: str) -> Store:
-    """Return the store at `place`: a directory, or the address of a `StoreServer` ("http://host:port").
+    """Return the store at `place`: a directory, or the address of a `StoreServer` ("tcp://host:port").
 
     Raises:
         ConfigError: the address is malformed, or there is no usable secret.
-        ImportError: httpx is not installed.
     """
-    if not place.startswith(("http://", "https://")):
+    if "://" not in place:
         return DirectoryStore(place)
     from deepspeed_compress.rollout.served_store import ServedStore
 

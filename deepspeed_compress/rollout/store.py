@@ -4,7 +4,7 @@ import io
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -49,12 +49,17 @@ class DirectoryStore:
         self._path = Path(path)
         self._path.mkdir(parents=True, exist_ok=True)
 
-    def put(self, name: str, data: bytes | bytearray) -> None:
+    def put(self, name: str, data: bytes) -> None:
+        self.put_pieces(name, [data])
+
+    def put_pieces(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Store the content that `pieces` add up to. Nothing changes if they raise an error."""
         file = self._file(name)
         temporary = file.with_name(f"{name}.{secrets.token_hex(4)}.unfinished")
         try:
             with replacing(file, temporary) as stream:
-                stream.write(data)
+                for piece in pieces:
+                    stream.write(piece)
         except FileNotFoundError:
             raise OSError(f"{name} was deleted while it was written; has another publisher started?") from None
 

@@ -179,7 +179,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         "rollout serve --directory weights --port 29500",
         "rollout serve --directory weights --port 29500 --host 10.0.0.1 --secret-file secret",
     ]
-    what = "serve a directory of weights by HTTP until it is interrupted"
+    what = "serve a directory of weights until it is interrupted"
     serve = add_subcommand(subjects, "serve", "tools.rollout:run", what, examples)
     what = "directory of the weights; it is created if it does not exist"
     serve.add_argument("--directory", type=Path, required=True, metavar="DIR", help=what)

@@ -100,7 +100,7 @@ def train(options: argparse.Namespace) -> None:
     model, tokens = make_model(options.model), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     steps, pauses, ends = [], [], {}
-    with TemporaryDirectory() as directory, StoreServer(DirectoryStore(directory), port=PORT) as _:
+    with TemporaryDirectory() as directory, StoreServer(DirectoryStore(directory), "", PORT) as _:
         store = DirectoryStore(directory)
         publisher = make_publisher(options.mode, model, store)
         publisher.publish()
@@ -154,7 +154,7 @@ def follow(options: argparse.Namespace) -> None:
     served: dict[int, float] = {}
     waits: list[float] = []
     module = make_model(options.model).to(torch.bfloat16)
-    with closing(connect(f"http://{os.environ['MASTER_ADDR']}:{PORT}")) as store:
+    with closing(connect(f"tcp://{os.environ['MASTER_ADDR']}:{PORT}")) as store:
         receiver: Any = Receiver(module, store) if options.mode in (NOTHING, EXACT) else None
         receiver = receiver or PlainReceiver(module, store, CODINGS[options.mode])
         while True:

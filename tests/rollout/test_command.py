@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.errors import install_command
 from deepspeed_compress.rollout.served_store import ServedStore
 from deepspeed_compress.transport.secret import SECRET
 from tests.support.leftovers import own_port
@@ -55,7 +53,7 @@ def test_the_command_serves_until_stopped(
 
     def use(port: int) -> None:
         try:
-            with closing(ServedStore(f"http://127.0.0.1:{port}", CREDENTIALS)) as store:
+            with closing(ServedStore(f"tcp://127.0.0.1:{port}", CREDENTIALS)) as store:
                 store.put("a", b"1")
                 answers.append(store.get("a"))
         finally:
@@ -68,7 +66,7 @@ def test_the_command_serves_until_stopped(
         assert serve(directory, "--port", str(port), "--host", host, "--secret-file", str(secret_file)) == 0
         thread.join()
     assert answers == [(directory / "a").read_bytes()] == [b"1"]
-    expected = f"{directory} is served at http://{shown}:{port}; the secret is from {secret_file}\n"
+    expected = f"{directory} is served at tcp://{shown}:{port}; the secret is from {secret_file}\n"
     assert capsys.readouterr().out == expected
 
 
@@ -89,12 +87,3 @@ def test_the_command_needs_a_secret(
         file.chmod(mode)
     assert serve(tmp_path / "weights", "--port", "0", "--secret-file", str(file)) == 1
     assert capsys.readouterr().err.startswith(f"ds-compress: error: {file}: {problem}")
-
-
-def test_the_command_without_its_packages_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "deepspeed_compress.rollout.store_server", raising=False)
-    assert serve(tmp_path / "weights", "--port", "0") == 1
-    assert f"write: {install_command('http')}" in capsys.readouterr().err

@@ -101,5 +101,5 @@ def _open(directory: str) -> "Store":
         raise ConfigError(
             f"/deepspeed_compress/rollout/directory: {directory!r} cannot be used: {error} (allowed: a directory that "
             'all ranks can write to, or the address of a server of a store; write "/shared/policy" or '
-            '"http://host:29500")'
+            '"tcp://host:29500")'
         ) from error
