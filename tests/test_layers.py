@@ -193,11 +193,12 @@ TABLE = {
         "session",
         "accelerate deepspeed transformers",
     ),
-    "integrations.trl": allow("errors rollout.vllm", "trl"),
+    "integrations.trl": allow("errors rollout.vllm session.patches", "trl"),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
     "integrations.failing": allow("errors launcher.failures launcher.heartbeat"),
     "integrations.at_exit": allow("errors"),
     "integrations.importing": allow(),
+    "integrations.replacing": allow("errors session.patches"),
     "integrations.plain": allow(
         "errors integrations.importing integrations.replacing",
         lazily="accelerate backends integrations.followed torch transformers",

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, SeamError
+from deepspeed_compress.session.patches import Patches
 
 _OURS = "_compress_original"
 
@@ -31,12 +32,13 @@ def replace_method(
         return lambda: None
     wrapper = functools.wraps(original)(wrap(original))
     setattr(wrapper, _OURS, original)
-    setattr(owner, name, wrapper)
+    patches = Patches()
+    patches.replace(owner, name, wrapper)
 
     def undo() -> None:
-        if getattr(owner, name) is wrapper:
-            setattr(owner, name, original)
-        else:
+        try:
+            patches.undo()
+        except SeamError:
             text = f"{owner.__name__}.{name}: other code has replaced it since install(), so it is left as it is"
             warnings.warn(text, CompressWarning, stacklevel=2)
 

@@ -7,7 +7,7 @@ the last step, and the server is told to load them. No NCCL group with the serve
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from trl.trainer import grpo_trainer
 
 from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout.vllm import check_no_adapters
+from deepspeed_compress.session.patches import replaced
 
 _PATIENCE = 120.0
 """Seconds in which a version must reach the server. A network file system may show new files a minute late."""
@@ -43,14 +44,8 @@ def published_weights(directory: str) -> Iterator[None]:
         ...     trainer = GRPOTrainer(model, reward, GRPOConfig(use_vllm=True, vllm_mode="server", deepspeed=config))
         >>> trainer.train()
     """
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (grpo_trainer, "VLLMGeneration", partial(_Generation, directory)),
-        (vllm_generation, "VLLMClient", _Client),
-    )
-    with ExitStack() as undo:
-        for module, name, ours in replaced:
-            undo.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, ours)
+    generation = replaced(grpo_trainer, VLLMGeneration=partial(_Generation, directory))
+    with generation, replaced(vllm_generation, VLLMClient=_Client):
         yield
 
 

@@ -34,6 +34,24 @@ class _Patch:
             setattr(self.owner, self.name, self.before)
 
 
+def _replace(owner: Any, name: str, value: Any) -> _Patch:
+    patch = _Patch(owner, name, value, vars(owner).get(name, _ABSENT))
+    setattr(owner, name, value)
+    return patch
+
+
+@contextmanager
+def replaced(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Replace attributes of `owner`, an object, a class or a module, by `values` within the block.
+
+    They are restored after the block, whatever other code has set meanwhile.
+    """
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.callback(_replace(owner, name, value).undo)
+        yield
+
+
 class Patches:
     """Replaced attributes, and other actions to undo, in order.
 
@@ -45,8 +63,7 @@ class Patches:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value` until `undo`."""
-        self._undo.append(_Patch(owner, name, value, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
+        self._undo.append(_replace(owner, name, value))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Replace the method `owner.name` by `wrapper`, which gets the method as its first argument."""
@@ -60,6 +77,16 @@ class Patches:
     def on_undo(self, action: Callable[[], object]) -> None:
         """Call `action` in `undo`, after everything that is replaced from now on has been restored."""
         self._undo.append(action)
+
+    def end_with(self, engine: Any, action: Callable[..., object], *arguments: Any) -> None:
+        """Call `action(*arguments)` once: in `undo`, or when `engine` is destroyed or collected.
+
+        `action` and `arguments` must not refer to `engine`.
+        """
+        end = weakref.finalize(engine, action, *arguments)
+        end.atexit = False
+        self.on_undo(end)
+        self.precede(engine, "destroy", end)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ to the end of the optimizer step, so evaluations and checkpoints are excluded.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,12 +171,9 @@ def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], 
             listener.account = account if torch.is_grad_enabled() else None
 
     handle = engine.module.register_forward_pre_hook(begin)
-    leave = weakref.finalize(engine, _leave, backend, listener, account, handle)
-    leave.atexit = False
-    patches.on_undo(leave)
+    patches.end_with(engine, _leave, backend, listener, account, handle)
     patches.precede(engine, "_backward_prologue", run)
     patches.precede(engine, "_take_model_step", run)
-    patches.precede(engine, "destroy", leave)
     if isinstance(engine, PipelineEngine):
         patches.precede(engine, "train_batch", run)
     return rest

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from deepspeed.utils import groups
 from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine, partition_groups
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 
 class _BatchUnit(RankUnit):
@@ -63,12 +63,12 @@ def groups_restored_on_failure() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _set_groups(before)
+        for name, value in before.items():
+            setattr(groups, name, value)
         raise
 
 
-@contextmanager
-def _divided_groups(unit: RankUnit) -> Iterator[None]:
+def _divided_groups(unit: RankUnit) -> AbstractContextManager[None]:
     """Have DeepSpeed's module `groups` answer for `unit` in the block, and as before after it.
 
     DeepSpeed asks this module for all engines of a process, and other engines may divide the ranks in another way.
@@ -76,17 +76,7 @@ def _divided_groups(unit: RankUnit) -> Iterator[None]:
     division: dict[str, Any] = {"mpu": unit, "mesh_device": None}
     if unit.tensor > 1:
         division["_DATA_PARALLEL_GROUP"] = unit.data
-    before = {name: getattr(groups, name) for name in division if hasattr(groups, name)}
-    _set_groups(division)
-    try:
-        yield
-    finally:
-        _set_groups(before)
-
-
-def _set_groups(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(groups, name, value)
+    return replaced(groups, **division)
 
 
 def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,8 +187,5 @@ def divide_data(engine: Any, unit: RankUnit, patches: Patches) -> None:
 
 def _over_all_ranks(engine: Any, unit: RankUnit, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call DeepSpeed's `deepspeed_io` while the engine's `mpu` answers for the data of the job."""
-    mpu, engine.mpu = engine.mpu, _DataUnit(**vars(unit))
-    try:
+    with replaced(engine, mpu=_DataUnit(**vars(unit))):
         return original(*args, **options)
-    finally:
-        engine.mpu = mpu

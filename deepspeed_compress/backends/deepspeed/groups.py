@@ -1,6 +1,5 @@
 """Groups of ranks that reduce together: the data-parallel group, its parts by node, and the groups of experts."""
 
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -140,10 +139,7 @@ def destroy_with_engine(engine: Any, groups: Iterable[ProcessGroup | None], patc
     Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
     """
     made = [group for group in groups if group is not None and is_gloo(group)]
-    leave = weakref.finalize(engine, destroy_groups, made)
-    leave.atexit = False
-    patches.on_undo(leave)
-    patches.precede(engine, "destroy", leave)
+    patches.end_with(engine, destroy_groups, made)
 
 
 def destroy_groups(groups: Sequence[ProcessGroup]) -> None:

@@ -8,7 +8,7 @@ is replaced.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import deciding_group
+from deepspeed_compress.session.patches import replaced
 
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", ("self", "norm_type")),
@@ -96,21 +97,6 @@ def _kind(engine: Any) -> str:
 
 
 @contextmanager
-def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set the attribute `name` of `owner` to `value` within the block."""
-    missing = object()
-    own = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-
-@contextmanager
 def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
     optimizer = engine.optimizer
     original, checks = optimizer.scaled_global_norm, optimizer.check_grad_overflow
@@ -125,9 +111,8 @@ def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
         scale.stays = math.isfinite(_true(norm, 1.0))
         return math.inf
 
-    with _exchanged(optimizer, "scaled_global_norm", scaled_global_norm), scale.kept():
+    with replaced(optimizer, scaled_global_norm=scaled_global_norm, check_grad_overflow=checks), scale.kept():
         yield
-    optimizer.check_grad_overflow = checks
 
 
 @contextmanager
@@ -142,7 +127,7 @@ def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
         scale.stays = math.isfinite(_true(norm, 1.0))
         return [torch.full_like(torch.as_tensor(groups[0]), math.inf)]
 
-    with _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups), scale.kept():
+    with replaced(engine.optimizer, _get_norm_groups=_get_norm_groups), scale.kept():
         yield
 
 
@@ -163,7 +148,7 @@ class _Scale:
         self._update = optimizer._update_scale
 
     def kept(self) -> AbstractContextManager[None]:
-        return _exchanged(self._optimizer, "_update_scale", self._update_scale)
+        return replaced(self._optimizer, _update_scale=self._update_scale)
 
     def _update_scale(self, *args: Any, **options: Any) -> None:
         if not self.stays:
@@ -179,7 +164,7 @@ def _bf16(engine: Any, judge: Judge) -> AbstractContextManager[None]:
         norm = original(*args, **options)
         return math.inf if judge(norm) else norm
 
-    return _exchanged(bf16_optimizer, name, judged_norm)
+    return replaced(bf16_optimizer, **{name: judged_norm})
 
 
 @contextmanager
@@ -198,10 +183,8 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
         optimizer.overflow = judge(norm * loss_scale(engine) / _remaining_scale(optimizer))
         return None if optimizer.overflow else step(*args, **options)
 
-    with ExitStack() as stack:
-        stack.enter_context(_exchanged(deepspeed_engine, "clip_grad_norm_", clip_grad_norm_))
-        stack.enter_context(_exchanged(optimizer, "step", step_if_wanted))
-        stack.enter_context(_exchanged(optimizer, "overflow", False))
+    counting = replaced(deepspeed_engine, clip_grad_norm_=clip_grad_norm_)
+    with counting, replaced(optimizer, step=step_if_wanted, overflow=False):
         yield
 
 

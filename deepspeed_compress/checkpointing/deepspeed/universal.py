@@ -17,6 +17,7 @@ from deepspeed_compress.checkpointing.catalog import latest_tag
 from deepspeed_compress.checkpointing.deepspeed.state_dicts import read_states
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.session.patches import replaced
 from deepspeed_compress.session.state_files import result_on_all
 
 _LATEST = "latest_universal"
@@ -55,13 +56,9 @@ def universal_if_newest(engine: Any, directory: Path, own: int | None) -> Iterat
     Raises:
         StateError: on all ranks, if the universal checkpoint cannot be read.
     """
-    config = engine._config
-    configured = config.load_universal_checkpoint
-    config.load_universal_checkpoint = configured and _is_newest(directory, own)
-    try:
+    is_newest = engine._config.load_universal_checkpoint and _is_newest(directory, own)
+    with replaced(engine._config, load_universal_checkpoint=is_newest):
         yield
-    finally:
-        config.load_universal_checkpoint = configured
 
 
 def _is_newest(directory: Path, own: int | None) -> bool:

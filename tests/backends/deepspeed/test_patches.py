@@ -1,12 +1,14 @@
 """Replacements on instances can be removed, however deep, unless other code has replaced them since."""
 
+import gc
 import inspect
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from deepspeed_compress.errors import SeamError
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 
 class Engine:
@@ -77,3 +79,51 @@ def test_nothing_is_undone_if_other_code_has_wrapped_a_method() -> None:
     engine.step = theirs  # type: ignore[method-assign]
     patches.undo()
     assert not vars(engine)
+
+
+class Derived(Engine):
+    pass
+
+
+def fail_within(owner: Any) -> None:
+    with replaced(owner, step=abs, added=1):
+        with replaced(owner, step=len):
+            assert owner.step is len
+        assert owner.step is abs
+        assert owner.added == 1
+        owner.step = sum  # other code, which has not undone this
+        raise OSError("failed")
+
+
+@pytest.mark.parametrize(
+    "owner", [Engine(), Engine, Derived, ModuleType("module")], ids=["object", "class", "inherited", "module"]
+)
+def test_attributes_are_restored_after_a_block_that_fails(owner: Any) -> None:
+    if isinstance(owner, ModuleType):
+        owner.step = Engine.step  # type: ignore[attr-defined]
+    before = dict(vars(owner))
+    with pytest.raises(OSError, match="failed"):
+        fail_within(owner)
+    assert dict(vars(owner)) == before
+
+
+def destroyable() -> Any:
+    class Destroyable(Engine):
+        def destroy(self) -> None: ...
+
+    return Destroyable()
+
+
+@pytest.mark.parametrize("end", ["undo", "destroy", "collect"])
+def test_an_action_ends_with_its_engine_once(end: str) -> None:
+    engine, patches, done = destroyable(), Patches(), []
+    patches.end_with(engine, done.append, "ended")
+    if end == "undo":
+        patches.undo()
+    elif end == "destroy":
+        engine.destroy()
+        patches.undo()
+    patches = Patches()
+    del engine
+    gc.collect()
+    assert done == ["ended"]

@@ -18,10 +18,7 @@ class Attached(Protocol):
 
 def detach_with_engine(engine: Any, hooks: Sequence[Attached], patches: Patches) -> None:
     """Detach `hooks`, to which more may be added, when the engine is destroyed, collected, or detached from."""
-    leave = weakref.finalize(engine, _detach, hooks)
-    leave.atexit = False
-    patches.on_undo(leave)
-    patches.precede(engine, "destroy", leave)
+    patches.end_with(engine, _detach, hooks)
 
 
 def _detach(hooks: Sequence[Attached]) -> None:

@@ -7,6 +7,7 @@ the forward pass of a layer runs. Counts of tokens do not pass through this func
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.versions import expert_exchanges
 from deepspeed_compress.config import ExpertActivations
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 _AUTO_EP = "deepspeed.module_inject.auto_ep_layer:"
 SEAMS = (
@@ -100,7 +101,8 @@ class _ExpertHooks:
         self._layer, self._legs, self._training, self._compiled = weakref.ref(layer), legs, training, compiled
         self._module, self._name = expert_exchanges()[type(layer).forward]
         self._theirs = getattr(self._module, self._name)
-        self._before_call: Any = None
+        self._call = ExitStack()
+        """Replacement of the function while the forward pass of the layer runs."""
         self._handles: list[RemovableHandle] = []
 
     def attach(self, layer: nn.Module) -> None:
@@ -110,7 +112,7 @@ class _ExpertHooks:
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._restore()
+        self._call.close()
         while self._handles:
             self._handles.pop().remove()
 
@@ -120,20 +122,14 @@ class _ExpertHooks:
         if torch.compiler.is_compiling():
             self._compiled.note()
             return
-        self._restore()  # an interrupt has ended the last call before its hook
-        self._before_call = getattr(self._module, self._name)
+        self._call.close()  # an interrupt has ended the last call before its hook
         # Outside of training, what an interrupted call of another layer has left must not be used.
         ours = _Exchanges(self._theirs, self._legs) if self._training.is_training else self._theirs
-        setattr(self._module, self._name, ours)
+        self._call.enter_context(replaced(self._module, **{self._name: ours}))
 
     def _after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         if layer is self._layer():
-            self._restore()
-
-    def _restore(self) -> None:
-        if self._before_call is not None:
-            setattr(self._module, self._name, self._before_call)
-            self._before_call = None
+            self._call.close()
 
     def __deepcopy__(self, memo: Any) -> "_ExpertHooks":
         return self

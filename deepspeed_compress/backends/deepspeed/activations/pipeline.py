@@ -30,7 +30,7 @@ from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.activations import PipelineActivations
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 SEAMS = (
@@ -142,12 +142,8 @@ class _Exchange:
         if not torch.is_grad_enabled():
             instruction(engine, **arguments)
             return
-        theirs = getattr(self.owner, self.name)
-        setattr(self.owner, self.name, self.make(theirs))
-        try:
+        with replaced(self.owner, **{self.name: self.make(getattr(self.owner, self.name))}):
             instruction(engine, **arguments)
-        finally:
-            setattr(self.owner, self.name, theirs)
 
 
 class _FirstBatch:

@@ -167,10 +167,7 @@ def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patche
     for part in parts:
         before = part.register_forward_pre_hook(passes.begin_forward, prepend=True)
         handles += [before, part.register_forward_hook(passes.end_forward, always_call=True)]
-    leave = weakref.finalize(engine, _leave, backend, passes, handles)
-    leave.atexit = False
-    patches.on_undo(leave)
-    patches.precede(engine, "destroy", leave)
+    patches.end_with(engine, _leave, backend, passes, handles)
     patches.wrap(engine, "backward", passes.backward)
     patches.precede(engine, "_backward_prologue", passes.begin_backward)
     patches.precede(engine, "_take_model_step", passes.before_step)

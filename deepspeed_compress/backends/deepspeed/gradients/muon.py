@@ -24,7 +24,7 @@ from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.monitor import Meter, ring_all_gather
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import replaced
 from deepspeed_compress.session.session import Session
 
 SliceOf = Callable[[Segment], Tensor]
@@ -131,13 +131,9 @@ def count_gathers(optimizer: Any, session: Session, method: str) -> None:
 
 def _counted(meter: Meter, update: Callable[[], None]) -> None:
     """Call `update` with the methods of DeepSpeed's communication backend replaced by ones that count."""
-    patches = Patches()
-    for name, size_of in _SENT.items():
-        patches.wrap(comm.cdb, name, partial(_gathered, meter, size_of))
-    try:
+    counting = {name: partial(_gathered, meter, size_of, getattr(comm.cdb, name)) for name, size_of in _SENT.items()}
+    with replaced(comm.cdb, **counting):
         update()
-    finally:
-        patches.undo()
 
 
 def _gathered(meter: Meter, size_of: Callable[..., int], gather: Any, *args: Any, **options: Any) -> Any:

@@ -25,7 +25,7 @@ from deepspeed_compress.collectives.reduction import SETTINGS
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import CompressedWeights, WeightsConfig
 from deepspeed_compress.errors import SeamError, UnsupportedError
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 from deepspeed_compress.session.probing import WeightTraffic
 
 
@@ -209,11 +209,8 @@ class Weights:
             send()
             pending.clear()
 
-        module.all_gather_dp_groups = all_gather_dp_groups  # type: ignore[attr-defined]
-        try:
+        with replaced(module, all_gather_dp_groups=all_gather_dp_groups):
             yield
-        finally:
-            module.all_gather_dp_groups = original  # type: ignore[attr-defined]
         if pending and not self._optimizer.overflow:
             raise SeamError(f"{module.__name__}: a step that was applied did not call all_gather_dp_groups")
 

@@ -31,6 +31,7 @@ from deepspeed_compress.collectives.payload import PendingGather
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
 from deepspeed_compress.config import CompressedWeights
 from deepspeed_compress.errors import CompressWarning, SeamError, UnsupportedError
+from deepspeed_compress.session.patches import replaced
 from deepspeed_compress.session.session import Session
 
 _OFF = (
@@ -151,12 +152,8 @@ class _Gathers:
     def _gather_rounded(self, original: Any, params: Sequence[Any], *args: Any, **options: Any) -> Any:
         """Run DeepSpeed's `all_gather_coalesced` with `_start` as its collective."""
         waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
-        theirs = partition_parameters._dist_allgather_fn
-        partition_parameters._dist_allgather_fn = partial(self._start, waiting)
-        try:
+        with replaced(partition_parameters, _dist_allgather_fn=partial(self._start, waiting)):
             return original(list(waiting.values()), *args, **options)
-        finally:
-            partition_parameters._dist_allgather_fn = theirs
 
     @torch.no_grad()
     def _start(

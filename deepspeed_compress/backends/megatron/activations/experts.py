@@ -6,8 +6,7 @@ exact.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,13 +22,11 @@ from deepspeed_compress.backends.activations.hooks import TrainingPass
 from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
 from deepspeed_compress.config import SECTION, ExpertActivations
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 EXPERTS = f"/{SECTION}/activations/experts"
-EXCHANGE = "all_to_all"
-"""Function of Megatron's module that exchanges rows."""
 PARAMETERS = ("group", "input_", "output_split_sizes_", "input_split_sizes")
-"""Parameters of this function."""
+"""Parameters of the function `all_to_all` of Megatron's module, which exchanges rows."""
 METHODS = ("token_dispatch", "token_combine")
 """Methods of a dispatcher that call it: on the way to the experts, and back."""
 
@@ -76,17 +73,8 @@ class _Way:
             return self.original(*args, **options)
         if not self.training.is_training:
             return self.original(*args, **options)
-        with self._exchanging():
+        with replaced(token_dispatcher, all_to_all=partial(self._exchange, token_dispatcher.all_to_all)):
             return self.original(*args, **options)
-
-    @contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        theirs = getattr(token_dispatcher, EXCHANGE)
-        setattr(token_dispatcher, EXCHANGE, partial(self._exchange, theirs))
-        try:
-            yield
-        finally:
-            setattr(token_dispatcher, EXCHANGE, theirs)
 
     def _exchange(
         self,

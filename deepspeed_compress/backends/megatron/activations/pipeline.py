@@ -6,8 +6,8 @@ start transfers.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
@@ -22,7 +22,7 @@ from deepspeed_compress.backends.activations.sums import gradient_codec
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 METHOD = "_communicate"
 """Method of a communicator that transfers tensors."""
@@ -94,18 +94,11 @@ class Stages:
         """Return True if messages of `communicator` are compressed now."""
         return torch.is_grad_enabled() and communicator.config is getattr(self._chunk(), "config", None)
 
-    @contextmanager
-    def compressed(self) -> Iterator[None]:
+    def compressed(self) -> AbstractContextManager[None]:
         """Compress the transfers that start inside this block."""
         self._used = True
-        theirs = {name: getattr(p2p_communication, name) for name in STARTS}
-        try:
-            for name, start in theirs.items():
-                setattr(p2p_communication, name, partial(self._start, start))
-            yield
-        finally:
-            for name, start in theirs.items():
-                setattr(p2p_communication, name, start)
+        ours = {name: partial(self._start, getattr(p2p_communication, name)) for name in STARTS}
+        return replaced(p2p_communication, **ours)
 
     def _start(self, original: Callable[..., Any], **options: Any) -> Any:
         """Start transfers of payloads in place of tensors, and return handles as Megatron's function `original` does.
