@@ -203,9 +203,9 @@ BUGS: Mapping[str, Bug] = {
         ("backends/test_ddp.py",),
     ),
     "Megatron's shares are cut without padding": Bug(
-        "backends/megatron/buckets.py",
-        "    yield PADDING, flat.numel() - end",
-        "    yield PADDING, 0",
+        "collectives/buckets.py",
+        "(PADDING, flat.numel() - end)]",
+        "(PADDING, 0)]",
         ("backends/test_megatron.py",),
     ),
     "Megatron's messages are numbered as they leave": Bug(
@@ -215,7 +215,7 @@ BUGS: Mapping[str, Bug] = {
         ("backends/test_megatron.py",),
     ),
     "copies on tensor-parallel ranks are compressed": Bug(
-        "backends/megatron/shares.py",
+        "backends/megatron/buckets.py",
         "return self._tensor_size > 1 and",
         "return self._tensor_size < 0 and",
         ("backends/test_megatron_layouts.py",),
@@ -323,19 +323,19 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/deepspeed/test_elastic_pipeline.py",),
     ),
     "islands that share layers reduce over the job": Bug(
-        "backends/deepspeed/divided_calls.py",
+        "backends/deepspeed/division.py",
         '        division["_DATA_PARALLEL_GROUP"] = unit.data',
         '        division["_DATA_PARALLEL_GROUP"] = groups._DATA_PARALLEL_GROUP',
         ("local_sgd/deepspeed/test_islands_tensor.py",),
     ),
     "a later engine gets the ranks of an island": Bug(
-        "backends/deepspeed/divided_calls.py",
+        "backends/deepspeed/division.py",
         "    return replaced(groups, **division)",
         "    vars(groups).update(division)\n    return replaced(groups)",
         ("backends/deepspeed/test_other_engines.py",),
     ),
     "an island is judged by the losses of all": Bug(
-        "backends/deepspeed/losses.py",
+        "backends/deepspeed/passes.py",
         "Losses(engine.device, deciding_group(engine))",
         "Losses(engine.device)",
         ("local_sgd/deepspeed/test_islands_guard.py",),
@@ -347,19 +347,19 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/deepspeed/test_islands_adaptive.py",),
     ),
     "every tensor-parallel rank adds the bias": Bug(
-        "backends/deepspeed/activations/row.py",
+        "backends/deepspeed/activations/tensor.py",
         '{"mp_group": None, "bias": None}',
         '{"mp_group": None}',
         ("backends/deepspeed/activations/test_hooks.py",),
     ),
     "a recomputed layer joins an earlier sum": Bug(
-        "backends/deepspeed/activations/column.py",
+        "backends/deepspeed/activations/tensor.py",
         "self.version == x._version and reader not in self.readers",
         "self.version == x._version",
         ("backends/deepspeed/activations/test_hooks.py",),
     ),
     "an evaluation is compressed": Bug(
-        "backends/deepspeed/activations/row.py",
+        "backends/deepspeed/activations/tensor.py",
         "        return self._training.is_training and sums_itself(layer)",
         "        return sums_itself(layer)",
         ("backends/deepspeed/activations/test_hooks.py",),

@@ -100,7 +100,7 @@ TABLE = {
     "planner": allow("errors"),
     "session": allow("collectives compression config errors monitor policy", "torch"),
     "backends.activations": allow("collectives compression config monitor", "torch"),
-    "backends.activations.compiled": allow("errors", "torch"),
+    "backends.activations.hooks": allow("errors", "torch"),
     "backends.deepspeed": allow(
         "backends.activations backends.announce backends.groups backends.limits launcher.heartbeat collectives "
         "compression config errors monitor session",

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from deepspeed_compress.compression.segments import Segment
+from torch import Tensor
+
+from deepspeed_compress.compression.segments import PADDING, Segment
 
 LAYOUTS = 1024
 """Number of bucket layouts whose derived data is cached.
@@ -40,6 +42,18 @@ class Partition:
 
     def owned_by(self, rank: int) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.owner == rank)
+
+
+def flat_sizes(flat: Tensor, views: Iterable[tuple[str, Tensor]]) -> list[tuple[str, int]]:
+    """Return (name, numel) of each part of the flat buffer `flat`, in order: its named `views`, and `PADDING`."""
+    sizes: list[tuple[str, int]] = []
+    end = 0
+    for name, view in sorted((pair for pair in views if pair[1].numel()), key=lambda pair: pair[1].data_ptr()):
+        offset = (view.data_ptr() - flat.data_ptr()) // flat.element_size()
+        assert end <= offset <= flat.numel() - view.numel(), f"{name} is not a part of its buffer"
+        sizes += [(PADDING, offset - end), (name, view.numel())]
+        end = offset + view.numel()
+    return [(name, numel) for name, numel in [*sizes, (PADDING, flat.numel() - end)] if numel]
 
 
 def even_partition(sizes: Sequence[tuple[str, int]], world_size: int) -> Partition:

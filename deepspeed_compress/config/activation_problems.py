@@ -38,7 +38,7 @@ def find_activation_mismatches(ds_config: Mapping[str, Any], section: CompressCo
     """Yield settings of `activations` that DeepSpeed's keys, or the layout of the file, leave without effect.
 
     Only what the file says is checked. A program may also divide the model by itself: see the checks of an engine in
-    `backends/deepspeed/activations/limits.py`.
+    `backends/deepspeed/activations/attach.py`.
     """
     activations, parallelism = section.activations, section.parallelism or Parallelism()
     if activations is None:

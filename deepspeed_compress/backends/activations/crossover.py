@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
-from deepspeed_compress.backends.activations.messages import ActivationMessages
-from deepspeed_compress.backends.activations.sums import activation_codec, compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.messages import ActivationMessages, activation_codec, gradient_codec
+from deepspeed_compress.backends.activations.sums import compressed_sum
 from deepspeed_compress.backends.activations.tokens import Route, make_leg
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.collectives.probes import seconds_of

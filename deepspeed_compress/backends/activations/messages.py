@@ -1,4 +1,4 @@
-"""Messages of activations: one tensor each, encoded as bytes. Both ends know its shape and type."""
+"""Messages of activations: one tensor each, encoded as bytes, and their codecs. Both ends know its shape and type."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Blockwise
+from deepspeed_compress.compression.transforms import Hadamard, Identity
 from deepspeed_compress.monitor import Meter
 
+BLOCK = 64
+"""Elements that share a scale. Scales are bf16, so 8 bits take 8.25 bits per element, and 4 bits 4.25."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of tensors that are compressed. Others, such as fp64, are sent as they are."""
 
@@ -49,3 +53,17 @@ class ActivationMessages:
         """Return a buffer for the message that carries `tensor`."""
         size = self.codec.compressor.payload_bytes(tensor.numel())
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
+
+
+def activation_codec(bits: int) -> Codec:
+    """Return the codec of activations. With 4 bits, a rotation spreads their outliers over a block."""
+    return Codec(_compressor(bits), Hadamard(BLOCK) if bits < 8 else Identity())
+
+
+def gradient_codec(bits: int) -> Codec:
+    """Return the codec of gradients of activations, which a rotation would not help."""
+    return Codec(_compressor(bits))
+
+
+def _compressor(bits: int) -> Blockwise:
+    return Blockwise(bits, BLOCK, scale_dtype=torch.bfloat16)

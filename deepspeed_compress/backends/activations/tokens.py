@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from deepspeed_compress.backends.activations.messages import DTYPES
-from deepspeed_compress.backends.activations.sums import BLOCK, activation_codec, gradient_codec
+from deepspeed_compress.backends.activations.messages import BLOCK, DTYPES, activation_codec, gradient_codec
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.monitor import Meter

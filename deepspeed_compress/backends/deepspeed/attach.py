@@ -23,13 +23,12 @@ from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
 from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine
 from deepspeed_compress.backends.deepspeed.limits import find_limits
-from deepspeed_compress.backends.deepspeed.losses import follow_losses
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
+from deepspeed_compress.backends.deepspeed.passes import follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
 from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
-from deepspeed_compress.backends.deepspeed.step_times import watch_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights

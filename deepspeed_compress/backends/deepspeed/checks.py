@@ -11,14 +11,13 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed import (
     byte_counts,
     comms_log,
-    losses,
+    node_gradients,
     norms,
-    offloaded_shards,
+    passes,
     seams,
-    step_times,
 )
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
-from deepspeed_compress.backends.deepspeed.activations.limits import refuse_idle_activations
+from deepspeed_compress.backends.deepspeed.activations.attach import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind
 from deepspeed_compress.backends.deepspeed.limits import refuse_unsupported
 from deepspeed_compress.backends.deepspeed.ownership import check_ownership
@@ -80,11 +79,11 @@ def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> No
     stage = _STAGES[engine_kind(engine)]
     refuse_unsupported(engine, config)
     refuse_idle_activations(engine, config)
-    watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
-    timed = step_times.SEAMS if config.auto is not None else ()
+    watched = norms.SEAMS + passes.LOSS_SEAMS if config.guard is not None or config.adaptive is not None else ()
+    timed = passes.TIME_SEAMS if config.auto is not None else ()
     in_nodes = node_unit(engine) is not None
     copied = master_weights.SEAMS if in_nodes or config.islands is not None else ()
-    averaged = offloaded_shards.SEAMS if in_nodes else ()
+    averaged = node_gradients.SEAMS if in_nodes else ()
     seams.check_seams(
         seams.STEP + stage.gradient_seams + byte_counts.SEAMS + comms_log.SEAMS + watched + timed + copied + averaged,
         deepspeed.__version__,

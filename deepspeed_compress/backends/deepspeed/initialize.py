@@ -14,13 +14,14 @@ from deepspeed_compress.backends.deepspeed import division, seams
 from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
 from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
-from deepspeed_compress.backends.deepspeed.divided_calls import (
+from deepspeed_compress.backends.deepspeed.division import (
     check_division,
     divide_call,
     groups_restored_on_failure,
     make_divided,
+    make_islands,
+    make_nodes,
 )
-from deepspeed_compress.backends.deepspeed.division import make_islands, make_nodes
 from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
 from deepspeed_compress.backends.deepspeed.restarts import resume_newest

@@ -4,6 +4,11 @@ DeepSpeed reduces buckets inside the node during backward, and hands the sums of
 it. A slice can be read from DeepSpeed's buffers once its bucket is reduced at the accumulation boundary. The program
 may still change it, by another backward pass for instance, so what was read early is compared with what the optimizer
 is about to step (see `EarlyReductions`).
+
+With `offload_optimizer`, DeepSpeed moves reduced gradients to the host while it reduces, and notes their norms and
+whether one is not finite at the same time. These notes are of one node. After the nodes have averaged the gradients,
+norms are noted anew from the means, and nodes agree on whether to skip the step, so that all of them clip and skip
+alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,18 +18,26 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import reduces_now
-from deepspeed_compress.backends.deepspeed.offloaded_shards import OffloadedGradients, offloads_optimizer
+from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch, may_defer_reductions
 from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
 from deepspeed_compress.collectives.buckets import Partition, even_cut
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.session.patches import Patches
+
+SEAMS = (
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow", ("self", "partition_gradients")),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.has_overflow"),
+)
+"""DeepSpeed functions replaced here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""
 
 Key = tuple[int, int]
 """Identity of a slice of a shard: (number of its group of parameters, first element in that group's shard)."""
@@ -229,3 +242,77 @@ def _with_starts(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     for tensor in tensors:
         yield start, tensor
         start += tensor.numel()
+
+
+def offloads_optimizer(engine: Any) -> bool:
+    """Return True if the optimizer states of `engine` are in host memory."""
+    optimizer = engine.optimizer
+    three = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    return bool(optimizer.offload_optimizer if three else optimizer.cpu_offload)
+
+
+class OffloadedGradients:
+    """Gradients of this rank's shard in host memory.
+
+    Args:
+        engine: an engine with `offload_optimizer`.
+        unit: this rank's node.
+        patches: restores DeepSpeed's check for overflows.
+    """
+
+    def __init__(self, engine: Any, unit: NodeUnit, patches: Patches) -> None:
+        self._engine, self._optimizer, self._unit = engine, engine.optimizer, unit
+        self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
+        self._used: list[MasterSlice] = []
+        """Slices whose parameters some node uses in the running step."""
+        self._finite = True
+        """True if the means of the running step are finite."""
+        patches.wrap(self._optimizer, "has_overflow", self._has_overflow)
+
+    def take(self, slices: Mapping[Key, MasterSlice]) -> dict[Key, Tensor]:
+        """Return the gradients of `slices`, as flat views of DeepSpeed's buffers. Collective.
+
+        A buffer keeps the gradient of an earlier step if this step does not use its parameter. If another node does
+        use it, zeros count here. If no node does, a copy is returned, because DeepSpeed steps what the buffer has.
+
+        Returns:
+            All gradients; none if no node has had a backward pass.
+        """
+        noted = [self._identity(one) in self._optimizer.norm_for_param_grads for one in slices.values()]
+        used = self._on_any_node(noted)
+        self._used = [one for one, is_used in zip(slices.values(), used, strict=True) if is_used]
+        gradients: dict[Key, Tensor] = {}
+        for (key, one), here, anywhere in zip(slices.items(), noted, used, strict=True):
+            gradient = _gradient(one)
+            if anywhere and not here:
+                gradient.zero_()
+            gradients[key] = gradient if anywhere else gradient.clone()
+        return gradients if self._used else {}
+
+    def note_means(self) -> None:
+        """Replace the norms that DeepSpeed has noted by those of the means over the nodes."""
+        norms = {self._identity(one): _gradient(one).double().norm(2) for one in self._used}
+        self._optimizer.norm_for_param_grads.update(norms)
+        self._finite = all(norm.isfinite() for norm in norms.values())
+
+    def _has_overflow(self, original: Callable[..., bool], *args: Any, **options: Any) -> bool:
+        """Return True if any node skips the step. Collective.
+
+        DeepSpeed also finds overflows that are in no mean: those of gradients that the program has given up.
+        """
+        return any(self._on_any_node([original(*args, **options) or not self._finite]))
+
+    def _on_any_node(self, found: list[bool]) -> list[bool]:
+        """Return for each of `found` whether it is True on a rank of equal place in any node. Collective."""
+        anywhere = torch.tensor(found, dtype=torch.uint8, device=self._engine.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._unit.peers)
+        return [bool(one) for one in anywhere.tolist()]
+
+    def _identity(self, one: MasterSlice) -> int:
+        return int(self._optimizer.get_param_id(self._parameters[one.parameter]))
+
+
+def _gradient(one: MasterSlice) -> Tensor:
+    """Return the gradient of a slice, as a flat view of the buffer that DeepSpeed keeps for an offloaded optimizer."""
+    assert one.home.grad is not None, "DeepSpeed allocates the gradients of offloaded optimizers with their states"
+    return one.within(one.home.grad)

@@ -1,13 +1,11 @@
 """Backend for Megatron-core's data parallelism, whose bucket groups reduce compressed gradients.
 
-    attach       attaches everything to the model chunks of a rank
-    buckets      layout and ownership of the elements of buckets
+    attach       attaches everything to the model chunks of a rank, and stores its state in checkpoints
+    buckets      dense parameters and experts, and the layout and ownership of their buckets
     gradients    the seam for gradients: `start_grad_sync` of each bucket group
     weights      the seam for weights: `start_param_sync` of each bucket group
     activations  the seams for sums inside layers, and for messages between stages
-    shares       dense parameters and experts, each with a separate group
     steps        the outcome of the optimizer's steps
-    checkpoints  the state of compression inside Megatron's checkpoints
     limits       supported versions, and what is refused
 
 Written for megatron-core 0.16.1.

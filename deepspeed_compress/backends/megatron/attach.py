@@ -1,23 +1,33 @@
-"""Compression of the model chunks of a rank: the gradients of its data-parallel group and those of its experts."""
+"""Compression of the model chunks of a rank: the gradients of its data-parallel group and those of its experts.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+The state of compression may be stored inside Megatron's checkpoints (`megatron.core.dist_checkpointing`). Their state
+dicts hold tensors, which may be resharded for another number of ranks, and objects, which may not. Residuals add up
+over ranks and are not parts of one tensor. The files of a rank, as `save` writes them, are therefore stored as such an
+object, and `load` reads them. Both use a temporary directory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed_compress.backends import sessions
 from deepspeed_compress.backends.groups import find_place_among, make_group
 from deepspeed_compress.backends.limits import refuse
 from deepspeed_compress.backends.megatron.activations.attach import attach_activations, measure_activations
-from deepspeed_compress.backends.megatron.buckets import name_parameters
-from deepspeed_compress.backends.megatron.checkpoints import load_files, request_files, saved_files
+from deepspeed_compress.backends.megatron.buckets import Share, name_parameters
 from deepspeed_compress.backends.megatron.gradients import Gradients, count_gradients
 from deepspeed_compress.backends.megatron.limits import check_version, find_limits
-from deepspeed_compress.backends.megatron.shares import Share
 from deepspeed_compress.backends.megatron.steps import MegatronSteps, StepHook
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
@@ -267,3 +277,50 @@ def _of_all(problems: Iterable[str]) -> list[str]:
 
 def _nothing() -> None:
     """Stand in for saving and loading on a rank without experts."""
+
+
+KEY = "deepspeed_compress"
+"""Key in a state dict, and of the objects in the checkpoint, one per rank."""
+
+Files = Mapping[str, Tensor]
+"""Bytes (uint8) by path."""
+
+
+def saved_files(save: Callable[[Path], None]) -> dict[str, Any]:
+    """Return the files that `save` writes into a directory, as an entry of a state dict to save."""
+    with TemporaryDirectory(prefix=KEY) as name:
+        directory = Path(name)
+        save(directory)
+        files = {
+            str(file.relative_to(directory)): torch.from_numpy(np.fromfile(file, np.uint8))
+            for file in sorted(directory.rglob("*"))
+            if file.is_file()
+        }
+    return {KEY: ShardedObject(KEY, files, (dist.get_world_size(),), (dist.get_rank(),))}
+
+
+def request_files(checkpoint: Path) -> dict[str, Any]:
+    """Return an entry of a state dict to load from `checkpoint`; empty if the checkpoint has none.
+
+    It requests the files that this rank saved or, if the number of ranks differs, those of all ranks.
+    """
+    found = [one for one in load_sharded_metadata(str(checkpoint)).values() if one.key == KEY]
+    if not found:
+        return {}
+    [size] = found[0].global_shape
+    if size == dist.get_world_size():
+        return {KEY: [ShardedObject(KEY, None, (size,), (dist.get_rank(),))]}
+    # Megatron requires each object to be requested by exactly one rank as replica 0.
+    return {KEY: [ShardedObject(KEY, None, (size,), (rank,), replica_id=dist.get_rank()) for rank in range(size)]}
+
+
+def load_files(loaded: Mapping[str, Any], load: Callable[[Path], None]) -> None:
+    """Let `load` read the files in `loaded`, the state dict that Megatron returned for the request."""
+    entry: Sequence[Files] = loaded.get(KEY, ())
+    with TemporaryDirectory(prefix=KEY) as name:
+        for files in entry:
+            for path, data in files.items():
+                file = Path(name) / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                data.numpy().tofile(file)
+        load(Path(name))

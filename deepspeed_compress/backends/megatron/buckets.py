@@ -1,19 +1,27 @@
-"""Layout and ownership of the elements in Megatron's buckets of gradients and weights.
+"""Parameters that Megatron reduces together, and the layout and ownership of the elements in their buckets.
 
 Source: `_ParamAndGradBuffer` of megatron/core/distributed/param_and_grad_buffer.py. With the distributed optimizer, a
 bucket is padded between parameters and at its end, and cut into equal shares; rank r of the data-parallel group has the
-fp32 master weights of the r-th share. Without it, every rank has all of them.
+fp32 master weights of the r-th share. Without it, every rank has all of them. Experts have a separate data-parallel
+group.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from deepspeed_compress.collectives.buckets import Partition, even_partition
+from deepspeed_compress.collectives.buckets import Partition, even_partition, flat_sizes
+from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.config.names import user_name
+from deepspeed_compress.monitor import ring_all_gather
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,23 +77,97 @@ def _bucket(bucket: Any, group: Any, names: Mapping[Parameter, str], ranks: int)
     return Bucket(bucket.grad_data[: partition.numel], partition, bucket.gradient_scaling_factor / divided)
 
 
-def flat_sizes(flat: Tensor, views: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
-    """Return the (name, numel) pairs of the content of `flat`, in order: its named `views`, and `PADDING`."""
-    return [(name, numel) for name, numel in _pieces(flat, views) if numel]
-
-
-def _pieces(flat: Tensor, views: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
-    end = 0
-    for name, view in sorted(views, key=lambda one: one[1].data_ptr()):
-        offset = (view.data_ptr() - flat.data_ptr()) // flat.element_size()
-        assert end <= offset <= flat.numel() - view.numel(), f"{name} is not a part of its bucket"
-        yield PADDING, offset - end
-        yield name, view.numel()
-        end = offset + view.numel()
-    yield PADDING, flat.numel() - end
-
-
 def _without_end(partition: Partition) -> Partition:
     """Return the partition without the padding at its end, which is not sent. Shares do not change."""
     last = max(number for number, segment in enumerate(partition.segments) if segment.parameter != PADDING)
     return Partition(partition.segments[: last + 1], partition.world_size)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters of `chunks` that are reduced over one group: those of `experts`, or all others.
+
+    `names` has a unique name for every parameter of either kind.
+    """
+
+    chunks: Sequence[Any]
+    names: Mapping[Parameter, str]
+    experts: bool
+
+    @property
+    def sources(self) -> list[Any]:
+        """Return Megatron's bucket groups, chunk after chunk."""
+        kind = "expert_parallel_bucket_groups" if self.experts else "bucket_groups"
+        return [group for chunk in self.chunks for group in getattr(chunk, kind)]
+
+    @property
+    def whole(self) -> ProcessGroup | None:
+        """Return the ranks of the reduction, or None for experts if there is nothing to reduce."""
+        first = self.chunks[0]
+        group: ProcessGroup = first.intra_expt_dp_group if self.experts else first.intra_dp_cp_group
+        nothing = self.experts and (not self.sources or group.size() == 1)
+        return None if nothing else group
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Return `whole`, which must not be None."""
+        assert self.whole is not None
+        return self.whole
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.chunks[0].parameters()).device
+        return device
+
+    def weight_bytes(self, sources: Sequence[Any]) -> int:
+        """Return the bytes that a rank sends per step for the weights of bucket groups.
+
+        0 without the distributed optimizer.
+        """
+        buckets = [bucket for source in sources for bucket in source.buckets if bucket.param_data is not None]
+        return sum(ring_all_gather(bucket.param_data.nbytes, self.group.size()) for bucket in buckets)
+
+    @cached_property
+    def groups(self) -> list[BucketGroup]:
+        return describe(self.sources, self.names, self.group.size())
+
+    def described(self) -> Parameters:
+        """Return the description of the parameters for reducers.
+
+        Collective: all ranks of the job must call this, because overrides may refer to parameters of other ranks.
+        """
+        here = {one for group in self.sources for one in group.params}
+        mine = {name: one for one, name in self.names.items() if one in here}
+        called = {name: _called(one, name) for name, one in mine.items()}
+        found = gather_objects(sorted(set(called.values())))
+        dtypes = {bucket.grad_data.dtype for group in self.sources for bucket in group.buckets}
+        return Parameters(
+            shapes={name: tuple(one.shape) for name, one in mine.items()},
+            everywhere=sorted({name for names in found for name in names}),
+            excluded=frozenset(name for name, one in mine.items() if self._copied(one)),
+            dtype=reduce(torch.promote_types, dtypes) if dtypes else torch.float32,
+            user_names=called,
+        )
+
+    def _copied(self, parameter: Parameter) -> bool:
+        """Return True if tensor-parallel ranks hold copies.
+
+        Copies would diverge if they were compressed in different messages.
+        """
+        return self._tensor_size > 1 and not getattr(parameter, "tensor_model_parallel", False)
+
+    @property
+    def _tensor_size(self) -> int:
+        """Return the number of ranks that share a layer."""
+        first = self.chunks[0]
+        if self.experts:
+            return int(first.config.expert_tensor_parallel_size or first.tp_group.size())
+        return int(first.tp_group.size())
+
+
+def _called(parameter: Parameter, name: str) -> str:
+    """Return the user-facing name of a parameter, without the number of its chunk and the prefixes of wrappers."""
+    plain = name.partition(".")[2] if name.partition(".")[0].isdigit() else name
+    while plain.startswith("module."):
+        plain = plain.removeprefix("module.")
+    return user_name(parameter, plain)

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from packaging.version import Version
 
 from deepspeed_compress.backends.limits import find_common_limits
-from deepspeed_compress.backends.megatron.activations.limits import find_activation_limits, find_changed_seams
+from deepspeed_compress.backends.megatron.activations.attach import find_activation_limits, find_changed_seams
 from deepspeed_compress.backends.megatron.weights import has_masters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.errors import SeamError

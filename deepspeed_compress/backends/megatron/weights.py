@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from deepspeed_compress.backends.megatron.buckets import flat_sizes
-from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.buckets import even_partition, flat_sizes
 from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
 from deepspeed_compress.monitor import Meter, ring_all_gather
 from deepspeed_compress.session.parts import Parts

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed.divided_calls import divide_data
+from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
 from deepspeed_compress.checkpointing.catalog import LATEST, latest_tag
@@ -35,12 +35,10 @@ from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.state_description import Position, read_description
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.local_sgd.deepspeed.consistency import recover_from_divergence
-from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import find_exchanged
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import find_exchanged, recover_from_divergence
 from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
-from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, first_file
-from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
+from deepspeed_compress.local_sgd.deepspeed.state_files import ISLAND, ExchangeFiles, check_tag, first_file, tag_of_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
 from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches

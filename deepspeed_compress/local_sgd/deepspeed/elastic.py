@@ -35,12 +35,15 @@ from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.coordinator.client import status
 from deepspeed_compress.local_sgd.deepspeed.connecting import connect
-from deepspeed_compress.local_sgd.deepspeed.consistency import digest_parameters, recover_from_divergence
-from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import ExchangedParameters, find_exchanged
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import (
+    ExchangedParameters,
+    digest_parameters,
+    find_exchanged,
+    recover_from_divergence,
+)
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
-from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, first_file
-from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
+from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, check_tag, first_file
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult

@@ -1,31 +1,41 @@
-"""Selection of what islands exchange: all parameters except those that each island keeps to itself."""
+"""State that islands have in common: the parameters and second moments that they exchange, and what must be equal.
 
+Islands exchange all parameters except those that each of them keeps to itself.
+"""
+
+import hashlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import FusedAdam
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from deepspeed_compress.backends.deepspeed.weights.copies import named_untrained
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, find_master_weights
+from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint, held_data, named_untrained
+from deepspeed_compress.backends.deepspeed.weights.master_weights import (
+    FlatMasterWeights,
+    MasterSlice,
+    find_master_weights,
+)
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import Islands
-from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.local_sgd.deepspeed.moments import find_second_moments
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import (
     SharedLayers,
     check_equal_blocks,
     check_tied,
     divide_replicated,
 )
-from deepspeed_compress.local_sgd.moments import SecondMoments
+from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
 
-_POINTER = "/deepspeed_compress/islands/own"
+_OWN = "/deepspeed_compress/islands/own"
 
 
 @dataclass(frozen=True)
@@ -105,15 +115,158 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 def _check(own: Sequence[str], names: Sequence[str]) -> None:
     if names and all(_matches(own, name) for name in names):
         raise ConfigError(
-            f"{_POINTER}: {list(own)} names all {len(names)} parameters, so nothing is exchanged (allowed: some of "
+            f"{_OWN}: {list(own)} names all {len(names)} parameters, so nothing is exchanged (allowed: some of "
             f"them, for example {names[0]!r}); name fewer, or remove islands"
         )
     for index, pattern in enumerate(own):
         if not any(re.search(pattern, name) for name in names):
             warnings.warn(
-                f"{_POINTER}/{index}: {pattern!r} matches none of the {len(names)} parameters (for example "
+                f"{_OWN}/{index}: {pattern!r} matches none of the {len(names)} parameters (for example "
                 f"{next(iter(names), '')!r}), so it has no effect; write a regular expression that is found in their "
                 "names, or remove it",
                 CompressWarning,
                 stacklevel=2,
             )
+
+
+_MOMENTS = "/deepspeed_compress/islands/second_moments"
+_KEY = "exp_avg_sq"
+"""Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
+
+
+def find_second_moments(
+    engine: Any, settings: Islands, master_weights: FlatMasterWeights, island: ProcessGroup | None
+) -> SecondMoments | None:
+    """Return the second moments of everything that this rank steps; None if islands do not exchange them.
+
+    Collective in `island`, some of whose pipeline stages may step nothing with Adam.
+
+    Raises:
+        UnsupportedError: the optimizer is not of the Adam family, or keeps some of its moments elsewhere. If its
+            parameter groups are the reason, all ranks of the island raise it.
+    """
+    if settings.second_moments is None:
+        return None
+    offload = engine.zero_offload_optimizer()
+    if offload is not None and offload.ratio < 1:
+        raise UnsupportedError(
+            f'{_MOMENTS}: "offload_optimizer" with "ratio": {offload.ratio} keeps some of them elsewhere (allowed '
+            'with it: 1.0); write that, or "second_moments": null'
+        )
+    optimizer = engine.basic_optimizer
+    group = _group_of_adam(optimizer, island)
+    found = _OptimizerStates(optimizer, group, _stepped_by_adam(engine, master_weights))
+    return SecondMoments(found.moments, settings.second_moments.block_size, master_weights.device)
+
+
+def _group_of_adam(optimizer: Any, island: ProcessGroup | None) -> Mapping[str, Any]:
+    """Return one parameter group with second moments, which stands for all of them; an empty one if there is none.
+
+    Collective in `island`.
+
+    Raises:
+        UnsupportedError: on all ranks, the groups of the island have unequal betas, or none, or use amsgrad.
+    """
+    groups = [group for group in optimizer.param_groups if not group.get("use_muon")]
+    own = [(group.get("betas") and tuple(group["betas"]), bool(group.get("amsgrad"))) for group in groups]
+    every = {one for rank in gather_objects(own, island) for one in rank}
+    betas, amsgrad = {one for one, _ in every}, any(used for _, used in every)
+    if None in betas or len(betas) != 1 or amsgrad:
+        raise UnsupportedError(
+            f"{_MOMENTS}: {type(optimizer).__name__} has betas {sorted(map(str, betas))} and amsgrad {amsgrad} "
+            "(allowed: the family of Adam, with equal betas for all parameters and without amsgrad); write "
+            '"second_moments": null, or such an optimizer'
+        )
+    return groups[0] if groups else {}
+
+
+def _stepped_by_adam(engine: Any, master_weights: FlatMasterWeights) -> Sequence[MasterSlice]:
+    """Return everything that this rank steps except what DeepSpeed's Muon steps, which has momentum only."""
+    if not any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
+        return master_weights.stepped
+    muon = {name for parameter, name in engine.param_names.items() if getattr(parameter, "use_muon", False)}
+    return [one for one in master_weights.stepped if one.parameter not in muon]
+
+
+@dataclass(frozen=True)
+class _OptimizerStates:
+    """Second moments of the runs `stepped`, which `optimizer` steps with the hyperparameters of `group`."""
+
+    optimizer: Any
+    group: Mapping[str, Any]
+    stepped: Sequence[MasterSlice]
+
+    def moments(self) -> list[SecondMoment]:
+        """Return the second moment of every run.
+
+        Raises:
+            UnsupportedError: the optimizer has none, or keeps them elsewhere.
+        """
+        states = [self.optimizer.state.get(one.home, {}) for one in self.stepped]
+        steps = [float(state.get("step", 0)) for state in states]
+        if _counts_once(self.optimizer):
+            steps = [max(steps, default=0.0)] * len(steps)
+        return [self._moment(*one) for one in zip(self.stepped, states, steps, strict=True)]
+
+    def _moment(self, one: MasterSlice, state: Mapping[str, Any], steps: float) -> SecondMoment:
+        if not state:
+            # Not stepped yet.
+            return SecondMoment(torch.zeros(one.numel, device=one.home.device), 0.0)
+        moments = state.get(_KEY)
+        if not isinstance(moments, Tensor) or moments.numel() != one.home.numel():
+            raise UnsupportedError(
+                f"{_MOMENTS}: the state of {type(self.optimizer).__name__} has {sorted(state)}, and no {_KEY} of every "
+                'weight in memory (allowed: the family of Adam, not on NVMe); write "second_moments": null'
+            )
+        return SecondMoment(one.within(moments), self._correction(steps))
+
+    def _correction(self, steps: float) -> float:
+        """Return Adam's bias correction 1 - beta2^steps (arXiv:1412.6980, algorithm 1).
+
+        It is 1.0 if the optimizer does not correct the bias, or counts no steps.
+        """
+        corrects = steps and self.group.get("bias_correction", True)
+        return 1.0 - float(self.group["betas"][1]) ** steps if corrects else 1.0
+
+
+def _counts_once(optimizer: Any) -> bool:
+    """Return True for DeepSpeed's FusedAdam, which counts steps only in the state of the last parameter.
+
+    See `step` in ops/adam/fused_adam.py.
+    """
+    return isinstance(getattr(optimizer, "aux_optimizer", None) or optimizer, FusedAdam)
+
+
+def digest_parameters(fixed: Sequence[Parameter]) -> str:
+    """Return a digest of this rank's part of the parameters `fixed`: exact to the bit, and the same on every device."""
+    digest = hashlib.sha256()
+    for parameter in fixed:
+        held = held_data(parameter)
+        digest.update(f"{held.dtype} {held.numel()} {fingerprint(held).tolist()} ".encode())
+    return digest.hexdigest()
+
+
+def clear_non_finite(values: Tensor) -> None:
+    """Set elements of `values` that are not finite to 0, in place."""
+    # One-byte dtypes do not support arithmetic.
+    wide = values.float() if values.element_size() == 1 else values
+    if not torch.isfinite(wide).all():
+        values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
+
+
+def recover_from_divergence(
+    engine: Any, master_weights: FlatMasterWeights, clear_residuals: Callable[[], None]
+) -> None:
+    """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
+
+    Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil
+    the new weights. All residuals are cleared, and elements of the optimizer's state that are not finite are set to 0.
+    The same on all ranks of the island.
+    """
+    clear_residuals()
+    for home in {id(one.home): one.home for one in master_weights.stepped}.values():
+        for kept in engine.basic_optimizer.state.get(home, {}).values():
+            if isinstance(kept, Tensor) and kept.is_floating_point():
+                clear_non_finite(kept)
+    text = "this island has diverged: it continues with the weights of the others; non-finite optimizer states are 0"
+    warnings.warn(text, CompressWarning, stacklevel=2)

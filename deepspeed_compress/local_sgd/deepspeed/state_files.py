@@ -1,9 +1,13 @@
-"""Files of the exchange state of an island. Each rank writes a pair of files next to the engine's (`state`)."""
+"""Files of the exchange state of an island, and the tags of its checkpoints.
 
+Each rank writes a pair of files next to the engine's (`state`). Tags are directories below the island's own directory.
+"""
+
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +17,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.config import CompressConfig, masked
-from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.errors import CompressWarning, ConfigError, StateError
 from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all
 
 _STEM = "deepspeed_compress_islands"
@@ -79,3 +83,26 @@ class ExchangeFiles:
             )
         warnings.warn(f"{reset}: {problems}", CompressWarning, stacklevel=5)
         return False
+
+
+ISLAND = re.compile(r"island_\d{4}")
+"""Name of an island's directory."""
+
+
+def check_tag(tag: str) -> None:
+    """Check that a checkpoint with `tag` lies in the directory of its island. Slashes are allowed: "epoch/1".
+
+    Raises:
+        ConfigError: it would lie outside, or in the directory of another island.
+    """
+    path = PurePath(tag)
+    if path.is_absolute() or ".." in path.parts or any(ISLAND.fullmatch(part) for part in path.parts):
+        raise ConfigError(
+            f"save_checkpoint: tag {tag!r} is not below the directory of this island, and islands would overwrite each "
+            'other (allowed: a relative path without ".." and "island_0001"); write "epoch/1", for instance'
+        )
+
+
+def tag_of_file(file: str | Path, directory: str | Path) -> str:
+    """Return the tag of the checkpoint in `directory` that contains `file`. A tag may have several parts."""
+    return Path(file).parent.relative_to(directory).as_posix()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
-from deepspeed_compress.backends.activations.messages import ActivationMessages
-from deepspeed_compress.backends.activations.sums import activation_codec
+from deepspeed_compress.backends.activations.messages import ActivationMessages, activation_codec
 from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, raw_bytes
 from tests.support.threads import run_threads

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.backends.activations.sums import (
-    activation_codec,
-    compressed_sum,
-    gradient_codec,
-    sum_gradient,
-)
+from deepspeed_compress.backends.activations.messages import activation_codec, gradient_codec
+from deepspeed_compress.backends.activations.sums import compressed_sum, sum_gradient
 from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.monitor import Meter, ring_all_reduce

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed_compress.backends.deepspeed import node_shards
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.local_sgd.deepspeed.consistency import digest_parameters
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import digest_parameters
 from tests.support.forks import run_forks
 from tests.support.jobs import WIDTH, Job, data, make_engine, run, weights
 

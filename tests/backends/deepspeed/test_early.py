@@ -12,7 +12,7 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
+from deepspeed_compress.backends.deepspeed.gradients.parts import Zero1Gradients
 from deepspeed_compress.collectives.buckets import partition_by_sizes
 from tests.support.early import Program, Seen, check_equal, ordinary, train_both
 from tests.support.forks import run_forks

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed import node_shards
-from deepspeed_compress.backends.deepspeed.divided_calls import divide_call
+from deepspeed_compress.backends.deepspeed.division import divide_call
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION

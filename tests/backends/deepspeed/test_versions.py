@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.backends.deepspeed import byte_counts, limits, node_gradients, seams, versions
-from deepspeed_compress.backends.deepspeed.gradients import deferred, zero_0
+from deepspeed_compress.backends.deepspeed.gradients import zero_0, zero_12
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.config import CompressConfig
 from launch.studies.versions import VERSIONS
@@ -116,7 +116,7 @@ def test_an_older_version_gets_each_bucket_when_it_asks_for_it(installed: None, 
     """It neither tells the last bucket from the others nor lets ZeRO 3 wait for it."""
     optimizer = SimpleNamespace(bit16_groups=[], bit16_groups_flat=[], contiguous_gradients=True, cpu_offload=False)
     engine = SimpleNamespace(optimizer=optimizer, device="cpu", has_moe_layers=False)
-    assert deferred.may_wait(optimizer) is defers
+    assert zero_12.may_wait(optimizer) is defers
     assert zero_0.may_begin_early(engine) is defers
     assert node_gradients.may_average_early(engine) is defers
 

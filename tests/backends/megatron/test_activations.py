@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed_compress
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
-from deepspeed_compress.backends.activations.hooks import TrainingPass
-from deepspeed_compress.backends.activations.sums import compressed_sum, gradient_codec
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, TrainingPass
+from deepspeed_compress.backends.activations.messages import gradient_codec
+from deepspeed_compress.backends.activations.sums import compressed_sum
 from deepspeed_compress.collectives.reducer import Run as ReducerRun
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.config import SECTION
@@ -168,7 +168,7 @@ def leave(rank: int) -> dict[str, bool]:
     start(tensor_model_parallel_size=2)
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from deepspeed_compress.backends.megatron.activations.limits import find_changed_seams
+    from deepspeed_compress.backends.megatron.activations.attach import find_changed_seams
 
     alone, run = Run(None), Run(TENSOR[8])
     hooks = hooks_of(alone.model)

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.consistency import clear_non_finite, digest_parameters
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import clear_non_finite, digest_parameters
 from tests.support.forks import RankError, run_forks
 from tests.support.island_jobs import HEAD, SGD, section
 from tests.support.jobs import (

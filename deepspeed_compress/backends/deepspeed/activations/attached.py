@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from deepspeed_compress.backends.activations.compiled import CompiledCalls, compiled_problem, is_compiled
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, compiled_problem, is_compiled
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 

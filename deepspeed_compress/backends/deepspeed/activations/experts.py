@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
-from deepspeed_compress.backends.activations.hooks import TrainingPass
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, TrainingPass
 from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam

@@ -22,8 +22,7 @@ from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.messages import ActivationMessages
-from deepspeed_compress.backends.activations.sums import gradient_codec
+from deepspeed_compress.backends.activations.messages import ActivationMessages, gradient_codec
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import Run

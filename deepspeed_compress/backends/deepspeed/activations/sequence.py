@@ -17,10 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll, PendingAllToAll
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
-from deepspeed_compress.backends.activations.hooks import find_parts
-from deepspeed_compress.backends.activations.messages import DTYPES, ActivationMessages
-from deepspeed_compress.backends.activations.sums import activation_codec
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, find_parts
+from deepspeed_compress.backends.activations.messages import DTYPES, ActivationMessages, activation_codec
 from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run

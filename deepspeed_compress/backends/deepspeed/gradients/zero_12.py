@@ -8,7 +8,7 @@ never reads.
 On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
 method only sends the bucket. Results are awaited and copied into the gradients after the last bucket is closed, in the
 call of `reduce_ipg_grads` for all dtypes; DeepSpeed reads the gradients only after that. Under ZeRO 1, DeepSpeed
-reduces after backward, so reductions begin early (`early`, `zero_1_gradients`). Muon's matrices that have several
+reduces after backward, so reductions begin early (`early`, `parts`). Muon's matrices that have several
 owners are completed once their means are there (`muon`).
 """
 
@@ -22,15 +22,21 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
-from deepspeed_compress.backends.deepspeed.gradients.deferred import DeferredReductions, may_wait
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
-from deepspeed_compress.backends.deepspeed.gradients.parts import Key, Part, PartsOf, partition_of, parts_of
-from deepspeed_compress.backends.deepspeed.gradients.zero_1_gradients import Zero1Gradients
-from deepspeed_compress.collectives.buckets import LAYOUTS
+from deepspeed_compress.backends.deepspeed.gradients.parts import (
+    Key,
+    Part,
+    PartsOf,
+    Zero1Gradients,
+    partition_of,
+    parts_of,
+)
+from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, may_defer_reductions
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.reducer import Pending
-from deepspeed_compress.compression.segments import scatter
+from deepspeed_compress.compression.segments import Segment, scatter
 from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce
 from deepspeed_compress.session.gradients import discard
 from deepspeed_compress.session.patches import Patches
@@ -222,3 +228,61 @@ def _weight_bytes(optimizer: Any) -> int:
     """Return the bytes that this rank sends in `step` to gather the updated 16- or 32-bit weights."""
     groups = zip(optimizer.bit16_groups_flat, optimizer.real_dp_process_group, strict=True)
     return sum(ring_all_gather(flat.nbytes, group.size()) for flat, group in groups)
+
+
+def may_wait(optimizer: Any) -> bool:
+    """Return True if reductions can be deferred until the last bucket is closed.
+
+    They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
+    """
+    if not may_defer_reductions() or has_compact_gradients(optimizer):
+        return False
+    on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
+    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
+
+
+class DeferredReductions:
+    """Pending reductions, and a replacement for DeepSpeed's `reduce_ipg_grads` that finishes them."""
+
+    def __init__(self, optimizer: Any, split: SplitMatrices) -> None:
+        self.pending: list[tuple[Partition, Pending]] = []
+        self._optimizer = optimizer
+        self._split = split
+        self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
+        self._original = optimizer.reduce_ipg_grads
+
+    def add(self, partition: Partition, pending: Pending) -> None:
+        """Keep a reduction of a bucket with these owners for `reduce_ipg_grads`."""
+        self.pending.append((partition, pending))
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""
+        self._original(comm_dtype=comm_dtype)
+        if comm_dtype is None:
+            reduced = self.taken()
+            for _, pending in reduced:
+                self._land(pending)
+            for partition, _ in reduced:
+                self._split.complete(partition, self._gradient)
+
+    def taken(self) -> list[tuple[Partition, Pending]]:
+        """Return the pending reductions and forget them; the caller must finish them."""
+        pending, self.pending = self.pending, []
+        return pending
+
+    def _land(self, pending: Pending) -> None:
+        """Finish a reduction, and write the means over this rank's local gradients.
+
+        DeepSpeed has already moved the unreduced gradients of this rank's parameters out of the bucket.
+        """
+        if not pending.own:
+            pending.finish(torch.zeros(0))
+            return
+        places = [self._gradient(segment) for segment in pending.own]
+        sums = pending.finish(torch.cat(places).to(torch.float32))
+        for place, part in zip(places, torch.split(sums, [place.numel() for place in places]), strict=True):
+            place.copy_(part)
+
+    def _gradient(self, segment: Segment) -> Tensor:
+        gradient: Tensor = self._optimizer.get_gradient_for_reduction(self._parameters[segment.parameter])
+        return gradient.view(-1)[segment.begin : segment.begin + segment.numel]

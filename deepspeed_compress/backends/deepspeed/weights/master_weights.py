@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.seams import Seam
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import flat_sizes
-from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.buckets import even_partition, flat_sizes
 from deepspeed_compress.compression.segments import PADDING, Segment
 from deepspeed_compress.errors import UnsupportedError
 
@@ -144,7 +143,8 @@ def _of_buffers(
     for buffer, parameters, master, group in zip(
         held, groups, masters, engine.optimizer.real_dp_process_group, strict=True
     ):
-        partition = even_partition(flat_sizes(buffer, parameters, engine.param_names), group.size())
+        named = [(engine.param_names[parameter], parameter) for parameter in parameters]
+        partition = even_partition(flat_sizes(buffer, named), group.size())
         own = partition.owned_by(group.rank())
         first = own[0].offset if own else 0
         slices += [

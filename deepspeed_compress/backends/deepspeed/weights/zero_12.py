@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.weights.overlap import ArrivingWeights
+from deepspeed_compress.collectives.buckets import flat_sizes
 from deepspeed_compress.collectives.gather import DifferenceGather
 from deepspeed_compress.collectives.reduction import SETTINGS
-from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import CompressedWeights, WeightsConfig
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.patches import Patches, replaced
@@ -133,8 +133,8 @@ class Weights:
         self._in_force = in_force
         groups, parameters = self._optimizer.real_dp_process_group, getattr(self._optimizer, self._kind.parameters)
         buffers = [
-            (group, flat_sizes(held, some, engine.param_names), held.dtype)
-            for group, held, some in zip(groups, self._held, parameters, strict=True)
+            (group, flat_sizes(held, [(engine.param_names[view], view) for view in views]), held.dtype)
+            for group, held, views in zip(groups, self._held, parameters, strict=True)
         ]
         self._gathers_of = lru_cache(maxsize=SETTINGS)(partial(_make_gathers, factory_of, buffers))
         self.gathers = self._gathers_of(written)
@@ -241,15 +241,3 @@ def _make_gathers(
 ) -> list[DifferenceGather]:
     factory = factory_of(settings)
     return [factory(group, sizes, dtype) for group, sizes, dtype in buffers]
-
-
-def flat_sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:
-    """Return (name, numel) of each part of the flat buffer `held`, in order. `parameters` are views of it."""
-    sizes: list[tuple[str, int]] = []
-    end = 0
-    for parameter in sorted((view for view in parameters if view.numel()), key=lambda view: view.data_ptr()):
-        offset = (parameter.data_ptr() - held.data_ptr()) // held.element_size()
-        assert end <= offset <= held.numel() - parameter.numel(), f"{names[parameter]} is not a part of its buffer"
-        sizes += [(PADDING, offset - end), (names[parameter], parameter.numel())]
-        end = offset + parameter.numel()
-    return [(name, numel) for name, numel in [*sizes, (PADDING, held.numel() - end)] if numel]

@@ -1,20 +1,26 @@
-"""Attaches what `activations` says to the model chunks of a rank, and measures it on their links."""
+"""Compression of activations in the model chunks of a rank: attachment, measurement, and checks of what cannot work."""
 
-from collections.abc import Sequence
-from functools import partial
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import partial, partialmethod
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
 from deepspeed_compress.backends.activations.crossover import Kind, measure_kinds
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, compiled_problem, is_compiled
 from deepspeed_compress.backends.announce import tell
-from deepspeed_compress.backends.megatron.activations.experts import attach_experts, find_dispatchers
-from deepspeed_compress.backends.megatron.activations.pipeline import Stages
-from deepspeed_compress.backends.megatron.activations.tensor import attach_tensor
+from deepspeed_compress.backends.megatron.activations.experts import EXPERTS, attach_experts, find_dispatchers
+from deepspeed_compress.backends.megatron.activations.experts import PARAMETERS as EXCHANGE_PARAMETERS
+from deepspeed_compress.backends.megatron.activations.pipeline import METHOD, PARAMETERS, STARTS, Stages
+from deepspeed_compress.backends.megatron.activations.tensor import TENSOR, attach_tensor, find_inner, find_summed
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.config import Activations
+from deepspeed_compress.config import SECTION, Activations, TensorActivations
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
@@ -53,3 +59,96 @@ def measure_activations(chunks: Sequence[Any], activations: Activations, session
             session.record(one.event(0))
     if dist.get_rank() == 0 and session.config.monitor.announce:
         tell(partial("; ".join, [str(one) for one in measured]))
+
+
+_PLACE = f"/{SECTION}/activations"
+_COMMUNICATED = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs")
+
+
+def find_changed_seams() -> Iterator[str]:
+    """Yield the functions that `activations` replaces, and that this version of Megatron calls in another way."""
+    method = vars(P2PCommunicator)[METHOD]
+    expected = {"self", *_COMMUNICATED}
+    if not isinstance(method, partialmethod) and set(inspect.signature(method).parameters) != expected:
+        yield f"P2PCommunicator.{METHOD}"
+    if tuple(inspect.signature(token_dispatcher.all_to_all).parameters) != EXCHANGE_PARAMETERS:
+        yield "token_dispatcher.all_to_all"
+    for name in STARTS:
+        if not set(PARAMETERS) <= set(inspect.signature(getattr(p2p_communication, name)).parameters):
+            yield f"p2p_communication.{name}"
+
+
+def find_activation_limits(chunks: Sequence[Any], activations: Activations | None) -> Iterator[str]:
+    """Yield what is wrong with `activations` for these model chunks."""
+    if activations is None:
+        return
+    if activations.tensor is not None:
+        yield from _limits_of_tensor(chunks, activations.tensor)
+    if activations.pipeline is not None:
+        yield from _limits_of_pipeline(chunks[0])
+    if activations.experts is not None:
+        yield from _limits_of_experts(chunks)
+    if activations.sequence is not None:
+        yield (
+            f"{_PLACE}/sequence works only with DeepSpeed: it compresses Ulysses' all-to-alls, and Megatron's context "
+            "parallelism exchanges by other means; remove the key"
+        )
+
+
+def _limits_of_tensor(chunks: Sequence[Any], settings: TensorActivations) -> Iterator[str]:
+    if settings.bits is None:
+        yield f'{TENSOR}: {{}} has no effect, because every input of a layer of Megatron has one sum; write "bits": 8'
+    if not settings.merge:
+        yield f"{TENSOR}/merge: false has no effect, because Megatron's layers have nothing to merge; remove the key"
+    if chunks[0].tp_group.size() == 1:
+        yield f"{TENSOR} has no effect, because no ranks share layers (tensor_model_parallel_size 1); remove the key"
+    else:
+        yield from _limits_of_layers(chunks)
+
+
+def _limits_of_layers(chunks: Sequence[Any]) -> Iterator[str]:
+    """Yield what is wrong with layers that ranks share."""
+    modules = [module for chunk in chunks for module in find_inner(chunk)]
+    if any("transformer_engine" in type(module).__module__ for module in modules):
+        yield (
+            f"{TENSOR}: layers of Transformer Engine sum by themselves; make the model with get_gpt_layer_local_spec, "
+            "or remove the key"
+        )
+    elif not any(map(find_summed, chunks)) and not _is_without_layers(chunks[0], modules):
+        yield (
+            f"{TENSOR} has no effect, because no transformer layer has a ColumnParallelLinear or RowParallelLinear "
+            "that sums; remove the key"
+        )
+    if any(map(is_compiled, modules)):
+        yield compiled_problem(TENSOR, "sums", "do not compile layers")
+
+
+def _is_without_layers(chunk: Any, modules: Sequence[Any]) -> bool:
+    """Return True if this stage of several has no transformer layer, such as one for the embedding alone."""
+    return not modules and bool(chunk.pp_group.size() > 1)
+
+
+def _limits_of_experts(chunks: Sequence[Any]) -> Iterator[str]:
+    """Yield what is wrong with layers whose experts are spread over ranks."""
+    dispatchers = find_dispatchers(chunks)
+    others = sorted({type(one).__name__ for one in dispatchers if not isinstance(one, MoEAlltoAllTokenDispatcher)})
+    if others:
+        yield (
+            f"{EXPERTS}: {', '.join(others)} exchanges tokens by other means; write "
+            'moe_token_dispatcher_type="alltoall", or remove the key'
+        )
+    if not dispatchers and chunks[0].pp_group.size() == 1:
+        yield (
+            f"{EXPERTS} has no effect, because no ranks share experts (expert_model_parallel_size 1, or no layer of "
+            "experts); remove the key"
+        )
+    if dispatchers and any(is_compiled(module) for chunk in chunks for module in chunk.modules()):
+        yield compiled_problem(EXPERTS, "exchanges", "do not compile the model")
+
+
+def _limits_of_pipeline(chunk: Any) -> Iterator[str]:
+    place = f"{_PLACE}/pipeline"
+    if chunk.pp_group.size() == 1:
+        yield f"{place} has no effect, because there is one stage (pipeline_model_parallel_size 1); remove the key"
+    if chunk.config.use_ring_exchange_p2p:
+        yield f"{place}: use_ring_exchange_p2p transfers by other means; write use_ring_exchange_p2p=False"

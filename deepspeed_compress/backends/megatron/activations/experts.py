@@ -17,8 +17,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
-from deepspeed_compress.backends.activations.hooks import TrainingPass
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, TrainingPass
 from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
 from deepspeed_compress.config import SECTION, ExpertActivations
 from deepspeed_compress.monitor import Meter

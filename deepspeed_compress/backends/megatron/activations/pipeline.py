@@ -17,8 +17,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
-from deepspeed_compress.backends.activations.messages import ActivationMessages
-from deepspeed_compress.backends.activations.sums import gradient_codec
+from deepspeed_compress.backends.activations.messages import ActivationMessages, gradient_codec
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError

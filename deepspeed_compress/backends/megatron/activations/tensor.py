@@ -18,20 +18,15 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
-from deepspeed_compress.backends.activations.hooks import LayerHooks, TrainingPass
-from deepspeed_compress.backends.activations.messages import ActivationMessages
-from deepspeed_compress.backends.activations.sequences import (
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, LayerHooks, TrainingPass
+from deepspeed_compress.backends.activations.messages import ActivationMessages, activation_codec, gradient_codec
+from deepspeed_compress.backends.activations.sums import (
     SequenceExchange,
+    SumOver,
+    TensorSum,
     gather_sequence,
     scatter_sum,
     sequences_over,
-)
-from deepspeed_compress.backends.activations.sums import (
-    SumOver,
-    TensorSum,
-    activation_codec,
-    gradient_codec,
     sum_gradient,
     sum_output,
     sums_over,

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_compress.backends.activations.compiled import CompiledCalls
-from deepspeed_compress.backends.activations.hooks import TrainingPass
-from deepspeed_compress.backends.deepspeed.activations.column import ColumnHooks, SharedInput
-from deepspeed_compress.backends.deepspeed.activations.row import RowHooks
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, TrainingPass
+from deepspeed_compress.backends.deepspeed.activations.tensor import ColumnHooks, RowHooks, SharedInput
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.monitor import Meter
 

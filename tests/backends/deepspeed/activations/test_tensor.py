@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.activations.layers import is_column, is_row
+from deepspeed_compress.backends.deepspeed.activations.tensor import is_column, is_row
 from deepspeed_compress.config import SECTION
 from tests.support.activations import flattened
 from tests.support.forks import run_forks
