@@ -243,9 +243,8 @@ TABLE = {
     ),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
     "tools.plan_islands": allow("config errors planner.learning tools.tables", lazily="models"),
-    "tools.line_files": allow("errors monitor.journal tools.outputs.printable", lazily="rich"),
-    "tools.run_checks": allow("tools.line_files"),
-    "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),
+    "tools.run_files": allow("errors safe_files tools.outputs.printable"),
+    "tools.run_directory": allow("config errors monitor tools.run_files"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
     ),
@@ -263,13 +262,12 @@ TABLE = {
         "config diagnostics errors monitor tools.outputs tools.rules tools.run_directory", "pydantic rich"
     ),
     "tools.report": allow(
-        "config errors tools.line_files tools.outputs.printable tools.plots tools.run_checks tools.run_directory "
-        "tools.tables",
+        "config errors tools.outputs.printable tools.plots tools.run_directory tools.run_files tools.tables",
         lazily="matplotlib",
     ),
     "tools.tune": allow(
         "checkpointing.directory_lock config backends.deepspeed.builds errors tools.bench.hosts safe_files "
-        "tools.line_files tools.plots tools.report.page tools.run_directory tools.tables",
+        "tools.plots tools.report.page tools.run_directory tools.run_files tools.tables",
         "rich",
         lazily="integrations matplotlib",
     ),

@@ -6,21 +6,20 @@ import os
 import random
 import re
 import resource
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.monitor import Journal
-from deepspeed_compress.tools import report
+from deepspeed_compress.tools import report, run_files
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import diagnose
 from deepspeed_compress.tools.doctor.outputs import print_text
 from deepspeed_compress.tools.doctor.run import read_run
-from deepspeed_compress.tools.line_files import LONGEST
 from deepspeed_compress.tools.outputs.printable import printable
 from tests.support.runs import trainer_run
 from tests.support.synthetic_runs import HEALTHY, config
@@ -150,7 +149,6 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "no step": ("events.jsonl", '{"kind": "anomaly"}', '"step"'),
     "an event without a kind": ("events.jsonl", '{"step": 1}', "'kind' is None"),
     "nested deeply": ("metrics.jsonl", "[" * 30_000, "nested too deeply"),
-    "a long line": ("metrics.jsonl", " " * LONGEST + "1", "longer than"),
     "a huge number": ("metrics.jsonl", '{"step": 9, "train_loss": 1e300}', "train_loss"),
     "an escape sequence": ("events.jsonl", '{"step": 1, "kind": "\\u001b]0;x\\u0007", "island": "\\u001b"}', "island"),
 }
@@ -175,10 +173,10 @@ def test_directories_and_pipes_in_place_of_files_are_refused(tmp_path: Path) -> 
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl: not a regular file" in read_both(tmp_path)
+    assert "metrics.jsonl: cannot be read (is not a regular file)" in read_both(tmp_path)
     (tmp_path / "metrics.jsonl").rmdir()
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert "metrics.jsonl: not a regular file" in read_both(tmp_path)
+    assert "metrics.jsonl: cannot be read (is not a regular file)" in read_both(tmp_path)
 
 
 def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
@@ -199,44 +197,22 @@ def test_printable_escapes_control_characters_and_surrogates() -> None:
     assert printable("a\x1b[0m\n\ud800") == "a\\x1b[0m\\n\\ud800"
 
 
-def peak_memory(work: Callable[[], Any]) -> int:
-    """Return the growth in bytes of the peak memory of a forked process that runs `work`."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            work()
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            os.write(writing, str(grown * 1024).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as stream:
-        result = stream.read()
-    assert os.waitpid(child, 0)[1] == 0
-    return int(result)
+def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path)
+    monkeypatch.setattr(run_files, "LARGEST_TEXT", 10_000)
+    for name in FILES:
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content + b" " * 10_000)
+        assert f"{name}: has more than 10,000 bytes" in read_both(tmp_path)
+        (tmp_path / name).write_bytes(content)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_lines(tmp_path: Path) -> None:
-    """The figures of a long run come from a sample, and the page says so."""
-    line = json.dumps({**HEALTHY, "run": {"id": "a", "started": "2026-01-01T00:00:00", "since": 0}})
-    peaks = []
-    for count in (25_000, 75_000):
-        place = tmp_path / str(count)
-        place.mkdir()
-        with open(place / "compression.jsonl", "w") as file:
-            file.writelines(f'{{"step": {step}, {line[1:]}\n' for step in range(1, count + 1))
-        peaks.append(peak_memory(lambda place=place: report.page(report.load_runs(place, None))))  # type: ignore[misc]
-    assert peaks[1] < 1.25 * peaks[0]
-    [run] = report.load_runs(tmp_path / "75000", None)
-    assert run.last_step == 75_000
-    assert "of 75,000 measured steps" in run.status
-    assert len(run.files.statistics) < 25_000
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        read_doctor(tmp_path / "75000")
-    assert "of 75,000 measured steps" in " ".join(printed.getvalue().split())
+def test_a_long_run_takes_seconds(tmp_path: Path) -> None:
+    line, steps = json.dumps({**HEALTHY, "run": {"id": "a", "started": "2026-01-01T00:00:00", "since": 0}}), 100_000
+    with open(tmp_path / "compression.jsonl", "w") as file:
+        file.writelines(f'{{"step": {step}, {line[1:]}\n' for step in range(1, steps + 1))
+    before = time.process_time()
+    printed = read_both(tmp_path)
+    assert time.process_time() - before < 60
+    assert f"{steps:,} measured steps" in " ".join(printed.split())

@@ -28,10 +28,9 @@ def after_exchanges(case: Case) -> list[int]:
 
 
 def count_exchanges(case: Case) -> int:
-    """Return the number of exchanges of this island, estimated if not all steps are measured, or not all are read."""
+    """Return the number of exchanges of this island, estimated if not all steps are measured."""
     every = case.run.section.monitor.every if case.run.section is not None else 1
-    unread = max(1.0, case.run.measured / len(case.run.steps))
-    return round(every * unread * len(after_exchanges(case)))
+    return every * len(after_exchanges(case))
 
 
 def rise_at_exchanges(case: Case) -> Rise | None:

@@ -53,8 +53,6 @@ def _head(case: Case) -> str:
     steps, times = case.run.steps, case.times
     shown = steps[-1].get("settings") or steps[-1].get("method") or "unknown settings"
     count = plural(len(steps), "measured step")
-    if len(steps) < case.run.measured:
-        count = f"a sample of {len(steps):,} of {case.run.measured:,} measured steps"
     head = f"{case.run.directory}: {count}, the last one {steps[-1]['step']:,}, with {shown}."
     if times is None:
         return head

@@ -43,8 +43,6 @@ class Run:
     """Milliseconds per step, from metrics.jsonl."""
     summary: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
-    measured: int = 0
-    """Number of measured steps, of which `steps` may be a sample."""
     section: CompressConfig | None = None
     """Compression section of `config`. None if it has none, or none that this version accepts."""
 
@@ -104,7 +102,6 @@ def _run(directory: Path, found: RunDirectory) -> Run:
         tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),
         found.summary,
         found.ds_config,
-        found.measured,
         _section(found.ds_config),
     )
 

@@ -10,11 +10,9 @@ from deepspeed_compress.tools.report.runs import Run
 def count(run: Run) -> float | None:
     """Return the number of measured steps that follow an exchange, or None if there are none.
 
-    Their bytes tell; if the figures are a sample, the number is estimated. An event is only written if other islands
-    took part than in the exchange before, or if it failed.
+    Their bytes tell. An event is only written if other islands took part than in the exchange before, or if it failed.
     """
-    unread = max(1.0, run.files.measured / max(1, len(run.files.statistics)))
-    return unread * len(_sizes(run)) or None
+    return len(_sizes(run)) or None
 
 
 def sent(run: Run) -> float | None:

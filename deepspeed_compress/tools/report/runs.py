@@ -1,20 +1,20 @@
 """Runs as reports see them: one table of columns by optimizer step per run, whichever program wrote its files."""
 
 import csv
+import io
 import math
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.line_files import SAMPLE, sampled
 from deepspeed_compress.tools.outputs.printable import printable
-from deepspeed_compress.tools.run_checks import is_number
 from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
+from deepspeed_compress.tools.run_files import is_number, read_content
 
 Columns = dict[str, dict[int, Any]]
 
@@ -67,29 +67,26 @@ def _csv_files(files: RunDirectory) -> set[Path]:
 
 
 def _read_csv(path: Path) -> dict[int, float]:
-    """Return values by samples seen, or a subset of them if there are many.
+    """Return values by samples seen.
 
     A restarted program writes the header again and continues from its checkpoint, so later rows replace earlier ones.
 
     Raises:
         DataError: A row does not hold an integer and a number.
     """
-    samples, values = array("q"), array("d")
+    points: list[tuple[int, float]] = []
+    text = io.StringIO(read_content(path).decode("utf-8", "replace"), newline="")
     try:
-        with path.open(encoding="utf-8", errors="replace", newline="") as stream:
-            for row in csv.reader(stream):
-                if len(row) == 2 and row[0].isascii() and row[0].isdecimal():
-                    while samples and samples[-1] >= int(row[0]):
-                        samples.pop()
-                        values.pop()
-                    samples.append(int(row[0]))
-                    values.append(float(row[1]))
+        for row in csv.reader(text):
+            if len(row) == 2 and row[0].isascii() and row[0].isdecimal():
+                while points and points[-1][0] >= int(row[0]):
+                    points.pop()
+                points.append((int(row[0]), float(row[1])))
     except (ValueError, OverflowError, csv.Error) as error:
         raise DataError(
-            f"{path}:{len(samples) + 2}: not a line of a CSV monitor ({printable(str(error))}); remove the file"
+            f"{path}:{len(points) + 2}: not a line of a CSV monitor ({printable(str(error))}); remove the file"
         ) from None
-    kept = sampled(range(len(samples)), SAMPLE)
-    return {samples[at]: values[at] for at in kept if is_number(values[at])}
+    return {samples: value for samples, value in points if is_number(value)}
 
 
 def _stripped(columns: Columns) -> Columns:
@@ -142,32 +139,31 @@ class Run:
 
     @property
     def first_step(self) -> int:
-        return min(self._steps)
+        return self._range[0]
 
     @property
     def last_step(self) -> int:
-        return max(self._steps)
+        return self._range[1]
 
-    @property
-    def _steps(self) -> set[int]:
-        """Return the steps of all values and events. There is at least one."""
-        written = {step for values in self.columns.values() for step in values}
-        return written | {int(event["step"]) for event in self.events}
+    @cached_property
+    def _range(self) -> tuple[int, int]:
+        """First and last step of all values and events. There is at least one."""
+        steps = {int(event["step"]) for event in self.events}
+        steps.update(*self.columns.values())
+        return min(steps), max(steps)
 
     @property
     def status(self) -> str:
-        """Return whether the run has finished, as far as its files show, and whether its figures come from a sample."""
+        """Return whether the run has finished, as far as its files show."""
         trainer, steps = self.files.trainer, self.last_step
-        measured, kept = self.files.measured, len(self.files.statistics)
-        sample = f"; figures from a sample of {kept:,} of {measured:,} measured steps" if kept < measured else ""
         done, planned = ((trainer or {}).get(key) for key in ("global_step", "max_steps"))
         if self.files.summary or (planned and done is not None and done >= planned):
-            return f"finished, {steps:,} steps{sample}"
+            return f"finished, {steps:,} steps"
         if planned:
-            return f"still running: step {steps:,} of {planned:,}{sample}"
+            return f"still running: step {steps:,} of {planned:,}"
         if (self.files.directory / METRICS).is_file():
-            return f"still running: {steps:,} steps so far{sample}"
-        return f"{steps:,} steps so far{sample} (its files do not tell whether it has ended)"
+            return f"still running: {steps:,} steps so far"
+        return f"{steps:,} steps so far (its files do not tell whether it has ended)"
 
 
 def load_runs(run_dir: Path, baseline: Path | None) -> list[Run]:

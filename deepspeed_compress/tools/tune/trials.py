@@ -18,8 +18,8 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import end_groups
-from deepspeed_compress.tools.line_files import read_lines
 from deepspeed_compress.tools.run_directory import read_statistics
+from deepspeed_compress.tools.run_files import read_lines
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import Candidate
 

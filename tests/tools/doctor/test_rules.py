@@ -469,9 +469,3 @@ def test_a_section_of_another_version_gets_no_patch() -> None:
     old = {**CONFIG, SECTION: {"gradients": {"method": "of another version"}}}
     found = replace(run(SLOW), config=old, section=None)
     assert [one.patch for one in examine(found).diagnostics if one.name == "compression-bound"] == [None]
-
-
-def test_exchanges_of_steps_outside_of_the_sample_count() -> None:
-    steps, islands = exchanging(0.5), config(islands=ISLANDS)
-    assert names(run(steps, islands, events=late(12))) == ["late-island"]
-    assert names(run(steps, islands, events=late(12), measured=400)) == []

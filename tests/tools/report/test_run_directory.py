@@ -1,7 +1,6 @@
 """Reading of run directories: several runs in one, resumed runs, and repeated steps."""
 
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,8 @@ import pytest
 
 from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools.doctor.run import read_run
-from deepspeed_compress.tools.line_files import Entry, index_lines
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.report.timeline import event_rows
-from deepspeed_compress.tools.run_checks import METRIC
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
 from deepspeed_compress.tools.tune.trials import MONITOR, steps_done
 from tests.support.runs import trainer_run, write_lines
@@ -60,19 +57,6 @@ def test_a_shorter_second_run_hides_the_first(tmp_path: Path) -> None:
     second.add_event(15, "schedule")
     assert steps(tmp_path) == [10, 20]
     assert kinds(tmp_path) == ["schedule"]
-
-
-def test_the_index_of_a_file_takes_few_bytes_per_line(tmp_path: Path) -> None:
-    file, steps = tmp_path / "metrics.jsonl", range(10_000, 20_000)
-    write_lines(file, [{"step": step, "loss": 1.5} for step in steps])
-    tracemalloc.start()
-    entries = index_lines(file, METRIC).entries
-    size = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert size < 30 * len(steps)
-    length = file.stat().st_size // len(steps)
-    keys = frozenset({"step", "loss"})
-    assert list(entries) == [Entry(place * length, step, None, keys) for place, step in enumerate(steps)]
 
 
 def test_a_resumed_run_has_no_repeated_steps(tmp_path: Path) -> None:
