@@ -15,7 +15,7 @@ from deepspeed_compress.cli import COMMANDS, main
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.tools import report
-from deepspeed_compress.tools.key_page import key_page
+from deepspeed_compress.tools.schema import key_page
 
 
 @pytest.fixture

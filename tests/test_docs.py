@@ -147,9 +147,7 @@ def test_every_key_of_the_schema_is_documented_with_its_default() -> None:
     shown = {key for key in KEYS if (key.name, key.default) in documented}
     rest = {key for key in KEYS - shown if not {replace(key, name=name) for name in copied(key.name)} & shown}
     missing = sorted({(key.name, key.default) for key in rest})
-    assert missing == [], (
-        f"tools/key_page.py must write a row | `key` | type | default | meaning | for each of {missing}"
-    )
+    assert missing == [], f"tools/schema.py must write a row | `key` | type | default | meaning | for each of {missing}"
 
 
 def test_every_row_matches_the_schema() -> None:
@@ -163,9 +161,7 @@ def test_every_row_matches_the_schema() -> None:
         place for place, methods in listed.items() if place not in known or (methods and set(methods) != known[place])
     }
     twice = {place for place, methods in listed.items() if len(methods) != len(set(methods))}
-    assert wrong | twice == set(), (
-        f"tools/key_page.py writes rows that the schema does not have: {sorted(wrong | twice)}"
-    )
+    assert wrong | twice == set(), f"tools/schema.py writes rows that the schema does not have: {sorted(wrong | twice)}"
 
 
 def test_every_row_has_the_description_of_the_schema() -> None:

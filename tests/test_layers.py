@@ -170,37 +170,37 @@ TABLE = {
         lazily="__init__",
     ),
     "training.data": allow("errors", "numpy tokenizers"),
-    "integrations": allow("config errors monitor", "accelerate transformers"),
-    "integrations.install": allow("integrations", lazily="deepspeed backends.deepspeed.initialize"),
-    "integrations.run": allow("config errors foreign_warnings integrations", lazily="collectives.gloo"),
-    "integrations.inheriting": allow("integrations", lazily="session"),
-    "integrations.inherited": allow("integrations.inheriting"),
-    "integrations.launch": allow("errors", lazily="accelerate deepspeed torch"),
-    "integrations.early": allow("integrations.importing integrations.replacing integrations.sections", "accelerate"),
+    "integrations": allow(),
+    "integrations.install": allow(
+        "integrations.patching integrations.plain",
+        lazily="backends.deepspeed.initialize deepspeed integrations session",
+    ),
+    "integrations.run": allow(
+        "config errors foreign_warnings integrations.install integrations.launch launcher.failures launcher.heartbeat",
+        lazily="collectives.gloo",
+    ),
+    "integrations.inherited": allow("integrations.install"),
+    "integrations.launch": allow("config errors", lazily="accelerate deepspeed torch"),
+    "integrations.patching": allow("errors session.patches"),
+    "integrations.accelerate": allow("config errors integrations.patching integrations.sections", "accelerate"),
     "integrations.sections": allow("config errors"),
     "integrations.lightning": allow(
-        "checkpointing.catalog config errors integrations.importing integrations.replacing integrations.sections",
-        lazily="session",
+        "checkpointing.catalog config errors integrations.patching integrations.sections", lazily="session"
     ),
-    "integrations.trainers": allow(
-        "config errors integrations.replacing integrations.sections integrations.trainer_callback "
-        "integrations.trainer_checkpoints launcher.heartbeat",
+    "integrations.hf": allow(
+        "config errors integrations.install integrations.patching integrations.sections integrations.trainer_callback "
+        "launcher.heartbeat",
         "deepspeed transformers",
     ),
-    "integrations.trainer_checkpoints": allow("checkpointing.catalog errors", "torch"),
     "integrations.trainer_callback": allow(
-        "config errors integrations.trainer_checkpoints integrations.trainer_logs local_sgd.deepspeed.elastic monitor "
-        "session",
-        "accelerate deepspeed transformers",
+        "checkpointing.catalog config errors local_sgd.deepspeed.elastic monitor session",
+        "accelerate deepspeed torch transformers",
     ),
     "integrations.trl": allow("errors rollout.vllm session.patches", "trl"),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
-    "integrations.failing": allow("errors launcher.failures launcher.heartbeat"),
     "integrations.at_exit": allow("errors"),
-    "integrations.importing": allow(),
-    "integrations.replacing": allow("errors session.patches"),
     "integrations.plain": allow(
-        "errors integrations.importing integrations.replacing",
+        "errors integrations.patching",
         lazily="accelerate backends integrations.followed torch transformers",
     ),
     "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),
@@ -208,28 +208,25 @@ TABLE = {
     "tools.arguments": allow(),
     "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
-        "checkpointing.catalog checkpointing.completeness checkpointing.loadable_sizes config errors "
-        "tools.outputs.printable tools.tables",
-        lazily="rich tools.universal",
+        "checkpointing.catalog checkpointing.completeness checkpointing.loadable_sizes config errors safe_files "
+        "tools.outputs tools.tables",
+        lazily="deepspeed rich torch",
     ),
-    "tools.universal": allow("checkpointing.catalog checkpointing.completeness errors safe_files", "deepspeed torch"),
     "tools.options": allow("tools.arguments tools.bench.options"),
-    "tools.outputs": allow("diagnostics tools.rules"),
+    "tools.outputs": allow("diagnostics"),
     "tools.plots": allow("errors", lazily="matplotlib"),
-    "tools.rules": allow("diagnostics"),
     "tools.tables": allow("", "rich"),
-    "tools.run": allow("config backends.deepspeed.builds integrations tools.supervise transport.secret transport.tls"),
-    "tools.key_page": allow("config"),
-    "tools.schema": allow("config tools.key_page tools.lint"),
-    "tools.supervise": allow(
-        "launcher config errors integrations.files local_sgd.coordinator.server transport.credentials transport.fields"
+    "tools.run": allow(
+        "backends.deepspeed.builds config errors integrations.install integrations.launch launcher "
+        "local_sgd.coordinator.server transport"
     ),
+    "tools.schema": allow("config tools.lint"),
     "tools.islands": allow(
         "config errors local_sgd.coordinator transport.errors transport.tls", lazily="local_sgd.parameter_server"
     ),
     "tools.rollout": allow("rollout.served_store rollout.store rollout.store_server transport"),
     "tools.lint": allow(
-        "__init__ config diagnostics errors safe_files tools.arguments tools.outputs tools.rules",
+        "__init__ config diagnostics errors safe_files tools.arguments tools.outputs",
         "yaml",
         lazily="pydantic",
     ),
@@ -239,30 +236,28 @@ TABLE = {
     ),
     "tools.plan_cluster_tables": allow("config errors planner tools.tables"),
     "tools.plan_measure": allow(
-        "errors planner tools.bench.jobs tools.bench.options tools.bench.rows tools.bench.workload tools.tables", "rich"
+        "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
     "tools.plan_islands": allow("config errors planner.learning tools.tables", lazily="models"),
-    "tools.run_files": allow("errors safe_files tools.outputs.printable"),
+    "tools.run_files": allow("errors safe_files tools.outputs"),
     "tools.run_directory": allow("config errors monitor tools.run_files"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
     ),
     "tools.bench": allow(
-        "__init__ collectives compression.kernels config errors models monitor policy safe_files tools.plots "
-        "tools.tables training",
+        "__init__ compression.kernels config errors models monitor policy safe_files tools.plots tools.tables training",
         "torch deepspeed rich",
-        lazily="matplotlib",
+        lazily="matplotlib transformers",
     ),
-    "tools.bench.crossover_rank": allow("backends.activations.crossover tools.bench", "torch"),
-    "tools.bench.ulysses": allow("tools.bench.workload training", "torch", lazily="deepspeed transformers"),
+    "tools.bench.comm_rank": allow(
+        "backends.activations.crossover collectives.exchange policy.alpha_beta tools.bench", "deepspeed torch"
+    ),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
-    "tools.doctor": allow(
-        "config diagnostics errors monitor tools.outputs tools.rules tools.run_directory", "pydantic rich"
-    ),
+    "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
     "tools.report": allow(
-        "config errors tools.outputs.printable tools.plots tools.run_directory tools.run_files tools.tables",
+        "config errors tools.outputs tools.plots tools.run_directory tools.run_files tools.tables",
         lazily="matplotlib",
     ),
     "tools.tune": allow(

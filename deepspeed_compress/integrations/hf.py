@@ -1,12 +1,25 @@
-"""Hugging Face Trainer: `attach` compresses the training of one Trainer."""
+"""Hugging Face Trainer: `attach` compresses the training of one Trainer, and `follow_trainers` that of all later ones.
 
+Trainers that use the section get logs, resume from complete checkpoints, and refuse unsupported models early.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
 from transformers import Trainer
 
 from deepspeed_compress.config import SECTION, parse_section
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.integrations.install import install
-from deepspeed_compress.integrations.trainer_callback import CompressionCallback
-from deepspeed_compress.integrations.trainers import add_callback, configuration_of, follow_trainers, refuse_pipeline
+from deepspeed_compress.integrations.patching import replace_method
+from deepspeed_compress.integrations.sections import INSTEAD_OF_PIPELINE
+from deepspeed_compress.integrations.trainer_callback import CompressionCallback, newest_complete_checkpoint
+from deepspeed_compress.launcher.heartbeat import RESUME
 
 __all__ = ["CompressionCallback", "attach"]
 
@@ -33,3 +46,95 @@ def attach(trainer: Trainer) -> Trainer:
     follow_trainers()
     add_callback(trainer)
     return trainer
+
+
+def follow_trainers() -> Callable[[], None]:
+    """Add a `CompressionCallback` to every later Trainer whose configuration has the section.
+
+    Such Trainers also resume from their own checkpoints (`_resuming`).
+
+    Returns:
+        A function that undoes both changes.
+    """
+
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
+            refuse_pipeline(signature.bind(self, *args, **options).arguments.get("model"))
+            original(self, *args, **options)
+            if SECTION in (configuration_of(self) or {}):
+                add_callback(self)
+
+        return __init__
+
+    with ExitStack() as undo:
+        undo.callback(replace_method(Trainer, "__init__", wrap))
+        undo.callback(replace_method(Trainer, "train", _resuming))
+        return undo.pop_all().close
+
+
+def _resuming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `train` that resumes from Trainer's newest complete checkpoint.
+
+    It does so if the section or the environment requests resuming and the program names no other checkpoint. If SIGTERM
+    has ended training, the program exits as well, because it would otherwise treat the model as fully trained.
+    """
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        section = (configuration_of(self) or {}).get(SECTION)
+        if section is None:
+            return original(self, resume_from_checkpoint, *args, **options)
+        with _leave_resuming_to_trainer(section) as requested:
+            chosen = resume_from_checkpoint
+            if chosen is True and section.get("checkpointing") is not None:
+                # The newest checkpoint may be incomplete if training was interrupted. If there is none, Trainer raises.
+                chosen = newest_complete_checkpoint(Path(self.args.output_dir)) or True
+            elif chosen is None and requested:
+                chosen = newest_complete_checkpoint(Path(self.args.output_dir))
+            result = original(self, chosen, *args, **options)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, CompressionCallback):
+                callback.exit_if_requested()
+        return result
+
+    return train
+
+
+@contextmanager
+def _leave_resuming_to_trainer(section: dict[str, Any]) -> Iterator[bool]:
+    """Yield True if the section or the environment requests resuming.
+
+    In this context the engine does not resume by itself, because its own checkpoints lack the state of Trainer.
+    """
+    settings = section.get("checkpointing")
+    resume = settings.get("resume") if isinstance(settings, dict) else None
+    if isinstance(settings, dict):
+        section["checkpointing"] = {**settings, "resume": False}
+    try:
+        yield os.environ.get(RESUME) == "1" if resume is None else resume
+    finally:
+        if isinstance(settings, dict):
+            section["checkpointing"] = settings
+
+
+def configuration_of(trainer: Trainer) -> dict[str, Any] | None:
+    """Return the DeepSpeed configuration that `trainer` uses; None if it does not use DeepSpeed."""
+    plugin = trainer.args.deepspeed_plugin
+    return None if plugin is None else plugin.hf_ds_config.config
+
+
+def refuse_pipeline(model: object) -> None:
+    if isinstance(model, PipelineModule):
+        raise UnsupportedError(
+            "model: Trainer cannot train a PipelineModule, because Trainer calls forward and backward itself, and the "
+            f"engine of a pipeline has only train_batch (allowed: a model whose forward returns a loss). "
+            f"{INSTEAD_OF_PIPELINE}"
+        )
+
+
+def add_callback(trainer: Trainer) -> None:
+    """Add the callback in front of all others, because reporters send the logs as they find them."""
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(callback, CompressionCallback) for callback in callbacks):
+        callbacks.insert(0, CompressionCallback(trainer))

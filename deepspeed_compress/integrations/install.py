@@ -1,19 +1,23 @@
 """`install`: attach to all later engines, and make Hugging Face libraries check the section early.
 
 No library is imported here before the program imports it, so that libraries read the environment that the program sets.
+
+Processes that a program starts inherit compression, such as those of `llamafactory-cli` or `mp.spawn`: Python imports a
+module `sitecustomize` at its start. `inherited/` has one, which calls `install_inherited` if `ds-compress run` has set
+a variable, and `PYTHONPATH` leads there. Forked processes need nothing.
 """
 
+import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.integrations.importing import Undo, after_import
+from deepspeed_compress.integrations.patching import Undo, after_import, replace_method
 from deepspeed_compress.integrations.plain import attach_to_all
-from deepspeed_compress.integrations.replacing import replace_method
 
 
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
@@ -76,7 +80,7 @@ def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_early() -> Undo:
-    from deepspeed_compress.integrations.early import check_early
+    from deepspeed_compress.integrations.accelerate import check_early
 
     return check_early(_follow_trainers)
 
@@ -85,13 +89,13 @@ def _follow_trainers() -> Undo:
     """Follow Trainers if the program has imported them. Other programs need not wait for that import."""
     if "transformers.training_args" not in sys.modules:
         return lambda: None
-    from deepspeed_compress.integrations.trainers import follow_trainers
+    from deepspeed_compress.integrations.hf import follow_trainers
 
     return follow_trainers()
 
 
 def _warn_of_inexact() -> Undo:
-    from deepspeed_compress.integrations.saving import warn_of_inexact_weights
+    from deepspeed_compress.integrations.accelerate import warn_of_inexact_weights
 
     return warn_of_inexact_weights()
 
@@ -111,3 +115,56 @@ _ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
     *((module, partial(_follow_lightning, module)) for module in _LIGHTNING),
 )
 """Modules, each with the action that runs after the program has imported it."""
+
+
+INHERIT = "DS_COMPRESS_INHERIT"
+"""Environment variable that makes new Python processes install compression: the file of `--section`, or ""."""
+_REPORTS = "DS_COMPRESS_REPORTS"
+"""Environment variable: path of an unnamed file, to which processes append a byte when they compress something."""
+_NAME = "ds_compress_reports"
+_DIRECTORY = str(Path(__file__).with_name("inherited"))
+
+
+@contextmanager
+def inheriting(section: str | None) -> Iterator[Callable[[], bool]]:
+    """Let processes that are started within the block install compression, like this one.
+
+    Yields:
+        A function that returns True if this process or any of them has compressed something.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", _DIRECTORY)]
+    descriptor = os.memfd_create(_NAME)
+    try:
+        os.environ[INHERIT], os.environ[_REPORTS] = section or "", f"/proc/{os.getpid()}/fd/{descriptor}"
+        os.environ["PYTHONPATH"] = os.pathsep.join([_DIRECTORY, *paths])
+        _report_compression()
+        yield lambda: os.fstat(descriptor).st_size > 0
+    finally:
+        os.close(descriptor)
+
+
+def install_inherited() -> None:
+    """Install compression in a process that a program under `ds-compress run` has started."""
+    install(os.environ[INHERIT] or None)
+    _report_compression()
+
+
+def _report_compression() -> None:
+    after_import("deepspeed_compress.session.session", _follow_sessions)
+
+
+def _follow_sessions() -> Undo:
+    from deepspeed_compress.session.session import Session
+
+    return replace_method(Session, "__init__", partial(_reporting, os.environ.get(_REPORTS, "")))
+
+
+def _reporting(reports: str, original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
+        original(self, *args, **options)
+        # The process that reads the reports may have ended, and its number may have been given to another one.
+        with suppress(OSError):
+            if _NAME in os.readlink(reports):
+                Path(reports).write_bytes(b"1")
+
+    return __init__

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.integrations.importing import Undo
-from deepspeed_compress.integrations.replacing import replace_method
+from deepspeed_compress.integrations.patching import Undo, replace_method
 from deepspeed_compress.integrations.sections import checked, has_section
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.integrations.importing import Undo, after_import, is_waiting
-from deepspeed_compress.integrations.replacing import is_replaced, replace_method
+from deepspeed_compress.integrations.patching import Undo, after_import, is_replaced, is_waiting, replace_method
 
 if TYPE_CHECKING:
     from torch import nn

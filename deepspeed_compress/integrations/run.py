@@ -3,6 +3,10 @@
 `ds-compress run` starts its processes with this module. SCRIPT, or `-m MODULE`, runs as `__main__` with its usual
 arguments, including the `--local_rank=N` of DeepSpeed's launcher. No library is imported before it begins, so that the
 environment variables that it sets have their usual effect.
+
+When one rank of an agent fails, all others lose their connections to it, and each raises an error of its own. These
+tracebacks go to files, so that they do not bury the cause. A configuration error, which no restart can cure, is one
+line.
 """
 
 import gc
@@ -10,17 +14,21 @@ import os
 import runpy
 import socket
 import sys
+import tempfile
+import time
+import traceback
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
-from deepspeed_compress.integrations.failing import report_failures
-from deepspeed_compress.integrations.files import find_uncompressed
-from deepspeed_compress.integrations.inheriting import inheriting
-from deepspeed_compress.integrations.install import install
+from deepspeed_compress.integrations.install import inheriting, install
+from deepspeed_compress.integrations.launch import find_uncompressed
+from deepspeed_compress.launcher.failures import EXIT_PERMANENT, RankError, record_error
+from deepspeed_compress.launcher.heartbeat import AGENT
 
 USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m] SCRIPT ..."
 _SECTION = "--section="
@@ -118,6 +126,85 @@ def _run(program: str, module: bool) -> None:
         # Python does the same for `python SCRIPT`, so that the script can import the modules next to it.
         sys.path[0] = str(Path(program).resolve().parent)
         runpy.run_path(program, run_name="__main__")
+
+
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+)
+"""Texts in the errors of gloo, NCCL and torch's store on a rank that has lost a peer."""
+_BACKENDS = ("gloo", "nccl")
+"""Names in the errors of collectives. Programs have other connections, whose errors are causes of their own."""
+_AFTER_FIRST = 1.0
+"""Seconds that other ranks wait for the one with the cause to print and end first."""
+_LAST_LINES, _LONGEST = 12, 3000
+"""Number of the last lines of a traceback that the agent shows, and of their characters."""
+
+
+@contextmanager
+def report_failures() -> Iterator[None]:
+    """Report configuration errors and lost peers on standard error, and exit, if an agent has started this process.
+
+    All other exceptions are passed on. The agent is told of them, because it shows the first one.
+    """
+    try:
+        yield
+    except (ConfigError, SeamError, UnsupportedError) as error:
+        if AGENT not in os.environ:
+            raise
+        _report_permanent(error)
+        raise SystemExit(EXIT_PERMANENT) from error
+    except Exception as error:
+        if AGENT not in os.environ:
+            raise
+        text = "".join(traceback.format_exception(error))
+        file = _written(text)
+        if not _has_lost_a_peer(error) or not file:
+            lines = "\n".join(text.splitlines()[-_LAST_LINES:])[-_LONGEST:]
+            record_error(Path(os.environ[AGENT]), RankError(time.time(), int(_rank()), file, lines))
+            raise
+        print(
+            f"ds-compress: rank {_rank()} has lost another rank; its traceback is in {file}",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(_AFTER_FIRST)
+        raise SystemExit(1) from error
+
+
+def _report_permanent(error: Exception) -> None:
+    if _rank() != "0":
+        time.sleep(_AFTER_FIRST)
+    print(f"ds-compress: error: rank {_rank()}: {error}", file=sys.stderr, flush=True)
+
+
+def _has_lost_a_peer(error: BaseException) -> bool:
+    """Return True if a collective or torch's store has lost its connection to another rank."""
+    text = str(error).lower()
+    ours = type(error).__module__ == "torch.distributed" or any(name in text for name in _BACKENDS)
+    return isinstance(error, RuntimeError) and ours and any(sign in text for sign in _LOST_PEER)
+
+
+def _written(text: str) -> str:
+    """Write `text` to a new file that only this user can read, and return its path; "" if the disk is full."""
+    name = ""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f"ds_compress_rank_{_rank()}_", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        return ""
+    return name
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
 
 
 if __name__ == "__main__":

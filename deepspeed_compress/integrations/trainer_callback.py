@@ -1,24 +1,31 @@
-"""`CompressionCallback`: compression figures in the logs and the progress bar of Hugging Face Trainer."""
+"""`CompressionCallback`: compression figures in the logs and the progress bar of Hugging Face Trainer.
+
+It also keeps Trainer from removing a complete checkpoint while newer ones are still written in the background.
+"""
 
 import functools
+import json
 import signal
+import statistics
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from deepspeed_compress.checkpointing.catalog import is_complete, latest_tag
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import CompressWarning, UnsupportedError
-from deepspeed_compress.integrations.trainer_checkpoints import count_incomplete
-from deepspeed_compress.integrations.trainer_logs import log_entries, to_megabytes
+from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
-from deepspeed_compress.monitor import StepStatistics
+from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.session.protocols import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
@@ -187,3 +194,85 @@ _PROGRESS_BAR: Mapping[str, str] = {"compressed": "compression_total_ratio", "gr
 
 def _log_megabytes(on_log: Callable[..., Any], *args: Any, logs: Mapping[str, Any], **options: Any) -> Any:
     return on_log(*args, logs=to_megabytes(logs), **options)
+
+
+_NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = {
+    "residual_norm": lambda step: step.residual_norm,
+    "cosine": lambda step: step.cosine,
+}
+"""Figures of which the newest value is logged. For all others, the mean is logged."""
+
+
+def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
+    """Return the log entries for the `measured` steps, of which there is at least one.
+
+    Kinds of traffic that sent no bytes are left out.
+    """
+    sent = sum(step.bytes_sent for step in measured)
+    uncompressed = sum(step.bytes_uncompressed for step in measured)
+    found: dict[str, float] = _total_ratio(measured) | ({"ratio": uncompressed / sent} if sent else {})
+    for kind in (*KINDS, "bytes_exact"):
+        mean = statistics.fmean(getattr(step, kind) or 0 for step in measured)
+        found |= {kind: mean} if mean or kind == "bytes_sent" else {}
+    found["time_ms"] = statistics.fmean(step.time_ms for step in measured)
+    for name, read in _NEWEST.items():
+        known = [value for value in map(read, measured) if value is not None]
+        found |= {name: known[-1]} if known else {}
+    return {f"compression_{name}": value for name, value in found.items()}
+
+
+def to_megabytes(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `logs` with megabytes in place of bytes: `compression_bytes_sent` becomes `compression_MB_sent`."""
+    return dict(map(_in_megabytes, logs.items()))
+
+
+def _in_megabytes(entry: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = entry
+    if not name.startswith(_BYTES):
+        return entry
+    return _MEGABYTES + name.removeprefix(_BYTES), round(value / 1e6, 3)
+
+
+_BYTES, _MEGABYTES = "compression_bytes_", "compression_MB_"
+
+
+def _total_ratio(measured: list[StepStatistics]) -> dict[str, float]:
+    """Return the ratio of the bytes that plain DeepSpeed would send to all bytes sent; empty if it is unknown."""
+    known = [(step.total_ratio, sum(getattr(step, kind) or 0 for kind in KINDS)) for step in measured]
+    pairs = [(ratio, sent) for ratio, sent in known if ratio is not None]
+    sent = sum(sent for _, sent in pairs)
+    return {"total_ratio": sum(ratio * sent for ratio, sent in pairs) / sent} if sent else {}
+
+
+def newest_complete_checkpoint(output: Path) -> str | None:
+    """Return Trainer's newest complete checkpoint in `output`; None if there is none. All ranks get rank 0's answer."""
+    found = [_newest(output) if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def count_incomplete(output: Path) -> int:
+    """Return the number of Trainer's checkpoints in `output` that are newer than its newest complete one."""
+    return len([*takewhile(lambda folder: not _is_complete(folder), _folders(output))])
+
+
+def _newest(output: Path) -> str | None:
+    return next((str(folder) for folder in _folders(output) if _is_complete(folder)), None)
+
+
+def _folders(output: Path) -> list[Path]:
+    """Return the folders of Trainer's checkpoints in `output`, newest first."""
+    folders = [one for one in output.glob("checkpoint-*") if one.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("checkpoint-")), reverse=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return True unless a file is missing, or cut off as Trainer's own ones may be after a crash of their host."""
+    try:
+        tag = latest_tag(folder)
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, StateError, ValueError):
+        return False
+    whole = all(map(zipfile.is_zipfile, folder.glob("*.pt*")))
+    return whole and tag is not None and is_complete(folder / tag)

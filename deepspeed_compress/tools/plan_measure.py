@@ -16,9 +16,8 @@ from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Measured, Step, fit_measured
 from deepspeed_compress.planner.probes import Probe
 from deepspeed_compress.planner.search import Job, Plan
-from deepspeed_compress.tools.bench.jobs import JobRanks, find_ranks
+from deepspeed_compress.tools.bench.jobs import JobRanks, Row, find_ranks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.workload import group_contenders
 from deepspeed_compress.tools.tables import print_table
 

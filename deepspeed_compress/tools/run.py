@@ -1,16 +1,45 @@
-"""`ds-compress run`: start an unmodified training script with compression installed."""
+"""`ds-compress run`: start an unmodified training script with compression installed.
+
+With `--restarts`, this host's agent runs here, and also the job's supervisor on the host with its address.
+"""
 
 import argparse
+import functools
+import hashlib
+import json
 import os
+import re
+import socket
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import parse_section, read_ds_config
-from deepspeed_compress.integrations.files import check_configurations, find_uncompressed
-from deepspeed_compress.integrations.inheriting import INHERIT
-from deepspeed_compress.integrations.launch import launch_command
-from deepspeed_compress.tools import supervise
+from deepspeed_compress.config.durations import seconds
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.integrations.install import INHERIT
+from deepspeed_compress.integrations.launch import (
+    check_configurations,
+    find_configurations,
+    find_uncompressed,
+    launch_command,
+)
+from deepspeed_compress.launcher.directory import job_directory
+from deepspeed_compress.launcher.host import Agent
+from deepspeed_compress.launcher.host_resources import Slots
+from deepspeed_compress.launcher.job_state import JobOptions
+from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
+from deepspeed_compress.launcher.sizes import size_problem
+from deepspeed_compress.launcher.supervisor import Supervisor
+from deepspeed_compress.launcher.workers import Workers
+from deepspeed_compress.local_sgd.coordinator.server import Server, Service
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.secret import pass_on
 from deepspeed_compress.transport.tls import set_tls
 
@@ -27,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if options.section is not None:
         # Report an invalid section only once, not in every process.
         parse_section(read_ds_config(options.section))
-    agent = supervise.uses_agent(options)
+    agent = uses_agent(options)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     pass_on(os.environ)
     command = launch_command("none" if agent else options.launcher, options.arguments[1:], own=own)
@@ -35,9 +64,138 @@ def run(options: argparse.Namespace) -> int:
     for text in find_uncompressed(options.arguments[1:]):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
     print_locks(options.clear_locks)
-    return supervise.run(options, command) if agent else _exec(command)
+    return _run_agent(options, command) if agent else _exec(command)
 
 
 def _exec(command: list[str]) -> NoReturn:
     """Replace this process by the launcher, so that signals and exit codes need not be forwarded."""
     os.execv(command[0], command)
+
+
+_LOCAL_ONLY = ("127.0.0.1", 0)
+_SERVICE = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
+_AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
+
+
+def uses_agent(options: argparse.Namespace) -> bool:
+    """Return True if `--restarts` is given, so that an agent starts the ranks.
+
+    Raises:
+        ConfigError: An option that requires `--restarts` is given without it, or one that it requires is missing.
+    """
+    given = [name for name in _AGENT_OPTIONS if getattr(options, name) not in (None, False, _DEFAULTS.get(name))]
+    if options.restarts is None:
+        if given:
+            raise ConfigError(f"--{given[0]}: has no effect without --restarts; write --restarts N, or leave it out")
+        return False
+    if options.launcher != "deepspeed":
+        raise ConfigError(f"--launcher {options.launcher}: has no effect with --restarts; leave one of them out")
+    if options.ranks is None:
+        raise ConfigError("--ranks: is missing; write the number of ranks on each host")
+    if options.rendezvous is None and options.hosts > 1:
+        raise ConfigError(f"--hosts {options.hosts}: several hosts need an address; write --rendezvous HOST:PORT")
+    return True
+
+
+_DEFAULTS = {"hosts": 1, "spares": 0, "hang": "10 min", "grace": "30 s", "wait": "10 min"}
+
+
+def _run_agent(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Run the agent and return the exit code of the job. `command` runs the program in one process."""
+    arguments = list(command[3:])
+    script = "" if "-m" in arguments[:2] else next(one for one in arguments if not one.startswith("--section="))
+    job = JobOptions(
+        _job(options, arguments), options.hosts, options.ranks, options.restarts, _seconds(options, "hang"),
+        _seconds(options, "wait"),
+    )  # fmt: skip
+    grace, slots = _seconds(options, "grace"), _slots(options)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    supervisor = Supervisor(job, functools.partial(size_problem, _configuration(options.arguments)), _log)
+    # A single host communicates only with itself, so it needs no shared secret.
+    credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
+    with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
+        workers = Workers(arguments, script, not options.cold)
+        return Agent(address, job.id, slots, grace, workers, directory, _log, credentials).run()
+
+
+def _seconds(options: argparse.Namespace, name: str) -> float:
+    try:
+        return seconds(getattr(options, name))
+    except ValueError as error:
+        raise ConfigError(f"--{name}: {error}") from error
+
+
+def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Return the job's id: on several hosts, the same for the same command; on a single host, a unique one."""
+    if options.rendezvous is None:
+        return os.urandom(6).hex()
+    identity = [options.hosts, options.ranks, options.spares, options.restarts, *arguments]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
+
+
+def _slots(options: argparse.Namespace) -> Slots:
+    spares = options.spares if options.rendezvous is None else 0
+    count, visible = options.ranks + spares, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name for name in visible.split(",") if name]
+    if names and len(names) < count and os.environ.get("DS_ACCELERATOR") != "cpu":
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible}: {len(names)} devices are too few for {count} ranks and spares; add "
+            "devices, or lower --ranks or --spares"
+        )
+    if len(names) >= count:
+        return Slots(count, tuple(names))
+    return Slots(count, tuple(map(str, range(count))) if spares else ())
+
+
+def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:
+    """Return the DeepSpeed configuration in the program's arguments, or None."""
+    file: Path | None = next(find_configurations(arguments), None)
+    return None if file is None else read_ds_config(file)
+
+
+@contextmanager
+def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credentials) -> Iterator[tuple[str, int]]:
+    """Yield the address of the supervisor, and run it in this process if the address is this host's and still free."""
+    host, port = _address(rendezvous)
+    server = _server(supervisor, host, port, credentials)
+    if server is None:
+        yield host, port
+        return
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield host, server.port
+    finally:
+        server.stop()
+        thread.join()
+
+
+def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> Server | None:
+    """Return a server, or None if the address belongs to another host or another agent of this host uses it."""
+    listen_address = _listen_address(host)
+    try:
+        return Server(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
+    except OSError:
+        return None
+
+
+def _listen_address(host: str) -> str:
+    """Return the address to listen on: `host`, or "" (all) if the host resolves its own name to a loopback address."""
+    try:
+        known = socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"--rendezvous {host}: {error}; write the address of one of the hosts") from error
+    return "" if known.startswith("127.") and known != host and host != "localhost" else host
+
+
+def _address(rendezvous: str | None) -> tuple[str, int]:
+    if rendezvous is None:
+        return _LOCAL_ONLY
+    found = re.fullmatch(r"([^:\s]+):([0-9]+)", rendezvous)
+    if found is None or int(found[2]) > 65535:
+        raise ConfigError(f"--rendezvous {rendezvous}: is not HOST:PORT; write 10.0.0.1:29400, for example")
+    return found[1], int(found[2])
+
+
+def _log(text: str) -> None:
+    print(f"ds-compress: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.safe_files import LARGEST_TEXT, open_regular
-from deepspeed_compress.tools.outputs.printable import printable
+from deepspeed_compress.tools.outputs.terminal import printable
 
 Check = Callable[[dict[str, Any]], str]
 """Function that returns what is wrong with the object on a line, or ""."""

@@ -12,9 +12,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from deepspeed_compress.tools.key_page import key_page
 from deepspeed_compress.tools.lint.explain import page as rule_page
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.schema import key_page
 
 ROOT = Path(__file__).parents[2]
 HOME = "index.md"

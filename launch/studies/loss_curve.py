@@ -21,8 +21,8 @@ from torch import Tensor
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench import gauges
+from deepspeed_compress.tools.bench.peers import Optimizer
 from deepspeed_compress.tools.bench.systems import System, make
-from deepspeed_compress.tools.bench.torch_loop import Optimizer
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.data import Windows, open_cache, split_windows
 from deepspeed_compress.training.output import Display, display

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from deepspeed_compress.safe_files import write_json, write_text
+from deepspeed_compress.tools.bench.jobs import Row
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
 from deepspeed_compress.tools.bench.options import PEERS
-from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, stage_of
 from deepspeed_compress.tools.time_to_loss import TimedRun, draw_panels, time_to
 from launch.studies.loss_curve import Curve, Goal

@@ -42,7 +42,7 @@ from rich.progress import track
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError, ConfigError, DataError
 from deepspeed_compress.tools.arguments import positive_integer
-from deepspeed_compress.tools.bench.rows import read_document
+from deepspeed_compress.tools.bench.jobs import read_document
 from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
 from launch.studies.loss_curve import Curve, Goal, Job, finished, run_job
 from launch.studies.text import cache_dir, prepare_data

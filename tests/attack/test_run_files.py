@@ -20,7 +20,7 @@ from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import diagnose
 from deepspeed_compress.tools.doctor.outputs import print_text
 from deepspeed_compress.tools.doctor.run import read_run
-from deepspeed_compress.tools.outputs.printable import printable
+from deepspeed_compress.tools.outputs.terminal import printable
 from tests.support.runs import trainer_run
 from tests.support.synthetic_runs import HEALTHY, config
 

@@ -11,7 +11,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.checkpointing.deepspeed import universal as engine_universal
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.tools import universal as tools_universal
+from deepspeed_compress.tools import checkpoint as tools_universal
 
 
 class Payload:

@@ -20,7 +20,7 @@ from typing import Any
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.arguments import positive_number
-from deepspeed_compress.tools.bench.rows import new_document
+from deepspeed_compress.tools.bench.jobs import new_document
 from tests.gpu.findings import Finding, document, print_table, read_findings
 from tests.gpu.wheels import install_wheels
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.integrations.importing import after_import, is_waiting
+from deepspeed_compress.integrations.patching import after_import, is_waiting
 from deepspeed_compress.launcher import fork_server
 
 SAMPLED = pytest.mark.sampled(4)

@@ -9,8 +9,8 @@ import pytest
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.restarts import _continuing
 from deepspeed_compress.errors import RolloutError
-from deepspeed_compress.integrations import failing
-from deepspeed_compress.integrations.failing import report_failures
+from deepspeed_compress.integrations import run
+from deepspeed_compress.integrations.run import report_failures
 from deepspeed_compress.launcher.failures import EXIT_PERMANENT, first_error
 from deepspeed_compress.launcher.heartbeat import AGENT, HeartbeatWriter
 
@@ -44,7 +44,7 @@ def test_the_traceback_of_a_rank_that_lost_a_peer_is_written_to_a_file(
     monkeypatch.setenv(AGENT, str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(failing, "_AFTER_FIRST", 0.0)
+    monkeypatch.setattr(run, "_AFTER_FIRST", 0.0)
     with pytest.raises(SystemExit) as stop:
         fail(LOST_PEER)
     assert stop.value.code == 1

@@ -15,7 +15,7 @@ from transformers.trainer_callback import ProgressCallback
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import hf
-from deepspeed_compress.integrations.trainer_logs import log_entries, to_megabytes
+from deepspeed_compress.integrations.trainer_callback import log_entries, to_megabytes
 from deepspeed_compress.monitor import StepStatistics
 from tests.integrations.trainers import INT4, Job, forget_accelerate, train, trainer_of
 from tests.support.forks import run_forks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout
-from deepspeed_compress.tools import universal as tools
+from deepspeed_compress.tools import checkpoint as tools
 from deepspeed_compress.training.stepper import mean_over_ranks, share_of
 from tests.models.families import write_config
 from tests.models.runs import Run, finish, own_part, start, stepper_of
@@ -52,7 +52,7 @@ def resume(rank: int, run: Run, directory: str) -> list[float]:
 
 
 def convert(rank: int, directory: str, tensor: int | None = None) -> None:
-    tools.convert(Path(directory), None, "universal", tensor)
+    tools.convert_to_universal(Path(directory), None, "universal", tensor)
 
 
 def on_all_ranks(work: Any, run: Run, directory: Path) -> list[float]:

@@ -1,1 +1,1 @@
-"""Directory in `PYTHONPATH` of the processes that a program under `ds-compress run` starts; see `inheriting`."""
+"""Directory in `PYTHONPATH` of the processes that a program under `ds-compress run` starts; see `install`."""

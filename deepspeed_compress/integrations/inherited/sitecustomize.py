@@ -22,6 +22,6 @@ _run_hidden()
 if "DS_COMPRESS_INHERIT" in os.environ:
     # Another environment's Python may not have this package.
     with suppress(ImportError):
-        from deepspeed_compress.integrations.inheriting import install_inherited
+        from deepspeed_compress.integrations.install import install_inherited
 
         install_inherited()

@@ -1,7 +1,11 @@
-"""`bench comm`: latency and bandwidth of collectives, on emulated hosts or in the processes of a launcher."""
+"""`bench comm`: latency and bandwidth of collectives, or the rate from which on compressed activations cost time.
+
+Messages are measured on emulated hosts or in the processes of a launcher.
+"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from rich.table import Table
@@ -9,10 +13,8 @@ from rich.table import Table
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
-from deepspeed_compress.tools.bench import crossover
-from deepspeed_compress.tools.bench.jobs import find_ranks
+from deepspeed_compress.tools.bench.jobs import Row, find_ranks, new_document, save_document
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
-from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
 from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, new_figure, save_figure, style_axes
 from deepspeed_compress.tools.tables import new_console, new_table
 
@@ -33,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         )
     with find_ranks(options.emulate, options.timeout, "bench comm") as ranks:
         job = {"kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
-        rows, failure = ranks.run(crossover.RANK_PROGRAM if activations else RANK_PROGRAM, job)
+        rows, failure = ranks.run(RANK_PROGRAM, job)
     if rows and ranks.is_first:
         _show(rows, options)
     return int(failure is not None)
@@ -46,8 +48,8 @@ def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
             console.print(table_of(heading, [row for row in rows if row["rate"] == rate]))
     else:
         for row in rows:
-            console.print(crossover.table_of(row))
-            print(*crossover.verdicts(row), sep="\n")
+            console.print(crossover_table(row))
+            print(*verdicts(row), sep="\n")
     if options.json:
         save_document(new_document(rows), options.json)
     if options.plot:
@@ -103,3 +105,34 @@ def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
         axes.set_ylabel("seconds", fontsize=9)
         style_axes(axes, f"{heading}{f' at {rate}' if rate else ''}")
     save_figure(figure, file)
+
+
+CROSSOVER_CAPTION = "milliseconds of a message on the slowest rank, with encoding and decoding"
+
+
+def crossover_table(row: Row) -> Table:
+    """Return the table of one rate: a line for each size."""
+    rate = f" at {row['rate']}" if row["rate"] else ""
+    bits = list(dict.fromkeys(one["bits"] for one in row["messages"]))
+    columns = ("elements", "bf16", *(name for one in bits for name in (f"{one} bits", "saves")))
+    table = new_table(f"{row['kind']}, {row['ranks']} ranks{rate}", columns, caption=CROSSOVER_CAPTION)
+    for numel in dict.fromkeys(one["numel"] for one in row["messages"]):
+        same = [one for one in row["messages"] if one["numel"] == numel]
+        plain = min(one["plain"] for one in same)
+        cells = ((_milliseconds(one["compressed"]), f"{1 - one['compressed'] / plain:.0%}") for one in same)
+        table.add_row(f"{numel:,}", _milliseconds(plain), *chain.from_iterable(cells))
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def verdicts(row: Row) -> Iterator[str]:
+    """Yield, for each number of bits, the rate below which the largest message is faster compressed."""
+    largest = max(one["numel"] for one in row["messages"])
+    for one in row["messages"]:
+        if one["numel"] == largest:
+            here = "saves time" if one["compressed"] < one["plain"] else "costs time"
+            limit = shown(one["rate"], ".2g", 8e-9, " Gbit/s")
+            yield f"{one['bits']} bits: {here} on this link; pays below about {limit} per rank"

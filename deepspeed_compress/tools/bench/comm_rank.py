@@ -1,8 +1,8 @@
-"""One rank of `bench comm`. It times each collective at each size and rate."""
+"""One rank of `bench comm`. It times each collective, or activations, at each size and rate."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_compress.backends.activations.crossover import Kind
+from deepspeed_compress.backends.activations.crossover import measure as measure_message
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.policy.alpha_beta import fit
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
+from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, rank_main
 from deepspeed_compress.tools.bench.links import set_own_rate
-from deepspeed_compress.tools.bench.rows import Row
 
 Group = Any
 """Process group of torch."""
@@ -87,8 +88,11 @@ BATCH_SECONDS, MOST_CALLS = 0.3, 100
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Measure every collective among all ranks. `job` holds the rates and the sizes in bytes."""
-    measure_messages(job["rates"], job["sizes"], emit, log)
+    """Measure messages among all ranks. `job` holds their kind, the rates of links, and the sizes in bytes."""
+    if job["kind"] == "collectives":
+        measure_messages(job["rates"], job["sizes"], emit, log)
+    else:
+        measure_activations(job["kind"], job["rates"], job["sizes"], emit, log)
 
 
 def measure_messages(
@@ -149,6 +153,28 @@ def _batch(call: Callable[[], object], calls: int) -> float:
         call()
     get_accelerator().synchronize()
     return (time.perf_counter() - begin) / calls
+
+
+BITS = (8, 4)
+DTYPE = torch.bfloat16
+"""Type of uncompressed activations."""
+
+
+def measure_activations(kind: Kind, rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log) -> None:
+    """Measure activations in 8 and 4 bits and in bf16, and emit a row for each rate."""
+    for rate in rates:
+        log(f"{kind}{f' at {rate}' if rate else ''}")
+        if rate is not None:
+            set_own_rate(rate)
+        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": list(_rows(kind, sizes))})
+
+
+def _rows(kind: Kind, sizes: Sequence[int]) -> Iterator[Row]:
+    group = dist.distributed_c10d._get_default_group()
+    for size in sizes:
+        for bits in BITS:
+            found = measure_message(group, kind, [bits], size // DTYPE.itemsize, DTYPE, gauges.device())
+            yield asdict(found) | {"bits": bits, "rate": found.rate}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import read_model_config
 from deepspeed_compress.models.megatron import gpt_options, load_weights, without_cuda
 from deepspeed_compress.tools.bench.gauges import device
-from deepspeed_compress.tools.bench.torch_loop import DTYPES, Optimizer
+from deepspeed_compress.tools.bench.peers import DTYPES, Optimizer
 from deepspeed_compress.tools.bench.workload import Workload
 
 _RECOMPUTE: Mapping[str, Any] = {

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from deepspeed_compress.tools.bench import gauges, kernels
 from deepspeed_compress.tools.bench.comm_rank import measure_messages
-from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
+from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, rank_main
 from deepspeed_compress.tools.bench.links import set_own_rate
-from deepspeed_compress.tools.bench.rows import Row
 
 REPEATS = 7
 _TYPES: Mapping[int, torch.dtype] = {2: torch.bfloat16, 4: torch.float32}

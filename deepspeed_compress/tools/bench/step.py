@@ -11,9 +11,8 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, find_ranks
+from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, read_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
-from deepspeed_compress.tools.bench.rows import Row, read_document, save_document
 from deepspeed_compress.tools.bench.step_results import plot_steps, print_steps
 from deepspeed_compress.tools.bench.workload import (
     DEEPSPEED,

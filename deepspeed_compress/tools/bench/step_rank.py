@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from deepspeed_compress.monitor import KINDS, SAVED
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.jobs import Emit, Log, rank_main
+from deepspeed_compress.tools.bench.gauges import trace_step
+from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, rank_main
 from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
-from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.systems import System, compute_only, make, tokens
-from deepspeed_compress.tools.bench.traces import trace_step
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
 
 SETTLING_STEPS = 1

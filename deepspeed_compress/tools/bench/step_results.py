@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
-from deepspeed_compress.tools.bench.rows import Row
+from deepspeed_compress.tools.bench.jobs import Row
 from deepspeed_compress.tools.bench.workload import COMPUTE_ONLY, stage_of
 from deepspeed_compress.tools.plots import plot_bars
 from deepspeed_compress.tools.tables import new_console, new_table

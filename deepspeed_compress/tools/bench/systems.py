@@ -1,8 +1,11 @@
-"""Systems ready to take steps: pure computation, DeepSpeed with and without the package, and its peers."""
+"""Systems ready to take steps: pure computation, DeepSpeed with and without the package, and its peers.
+
+With sequence parallelism, attention of transformers runs on Ulysses, and steps are on parts of sequences.
+"""
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
-from deepspeed_compress.tools.bench.peers import PEERS
-from deepspeed_compress.tools.bench.torch_loop import Optimizer, TorchStepper, bare_model
-from deepspeed_compress.tools.bench.ulysses import UlyssesStepper, attention_on_ulysses, share_of_sequence
+from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper, bare_model
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
@@ -124,3 +125,49 @@ def _stepper(engine: Any, workload: Workload) -> Stepper:
     if workload.sequence > 1:
         return UlyssesStepper(engine, workload.sequence)
     return PipelineStepper(engine) if workload.pipeline > 1 else PlainStepper(engine)
+
+
+ATTENTION = "sdpa"
+"""Attention of transformers that Ulysses calls for the heads of a rank."""
+
+
+@contextmanager
+def attention_on_ulysses(model: nn.Module, workload: Workload) -> Iterator[Any]:
+    """Let attention of all models of this process exchange heads for parts of sequences within the context.
+
+    Yields DeepSpeed's description of the groups of `workload.sequence` ranks.
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    original = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    mpu: Any = UlyssesSPAttentionHF.register_with_transformers(
+        model, ATTENTION, workload.sequence, workload.micro_batch, seq_length_is_variable=True
+    )
+    try:
+        yield mpu
+    finally:
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = original
+        mpu._release_sequence_parallel_groups()
+
+
+def share_of_sequence(workload: Workload) -> Share:
+    """Return the share of this rank: ranks that divide sequences read the same ones."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    replicas = ranks // workload.sequence
+    return Share(rank // workload.sequence, replicas, workload.accumulation, workload.micro_batch, dist.group.WORLD)
+
+
+class UlyssesStepper(PlainStepper):
+    """Steps on this rank's part of each sequence. The loss is that of its tokens."""
+
+    def __init__(self, engine: Any, sequence: int) -> None:
+        super().__init__(engine)
+        self._rank, self._ranks = dist.get_rank() % sequence, sequence
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        targets = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        own, labels, places = (one.chunk(self._ranks, 1)[self._rank] for one in (tokens, targets, positions))
+        logits: Tensor = self.engine(input_ids=own, position_ids=places, use_cache=False).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.rules import Rule
+from deepspeed_compress.tools.outputs.report import Rule
 
 Check = Callable[[Case], Iterable[Diagnostic]]
 

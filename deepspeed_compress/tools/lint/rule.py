@@ -13,7 +13,7 @@ from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.lint.docstring import NO_TEXTS, Proof, read_texts
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
-from deepspeed_compress.tools.rules import Rule
+from deepspeed_compress.tools.outputs.report import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Output of diagnostics, for people at a terminal and for programs.
 
-report    contents of the report on one run of a tool
+report    contents of the report on one run of a tool, and texts of its rules
 terminal  full, concise, statistics
 machine   json, in the form of each tool; github; sarif
 """

@@ -92,3 +92,13 @@ def _blank(text: str) -> str:
     return "".join(
         "\t" if char == "\t" else "  " if unicodedata.east_asian_width(char) in "WF" else " " for char in text
     )
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with every nonprintable character, such as ESC or a lone surrogate, as "\x1b" or "\ud800".
+
+    Line breaks are replaced too. This keeps a file from moving the cursor, changing colors or breaking an encoder.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from deepspeed_compress.tools import tables
-from deepspeed_compress.tools.outputs.printable import printable
+from deepspeed_compress.tools.outputs.terminal import printable
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.report.drawing import draw_picture
 from deepspeed_compress.tools.report.figures import table_head, table_rows

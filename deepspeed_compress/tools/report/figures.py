@@ -1,12 +1,11 @@
 """Final figures of runs: a table with the change relative to the baseline."""
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config.numbers import UNKNOWN, change, gibibytes, megabytes, milliseconds
-from deepspeed_compress.tools.report import exchanges, versions
 from deepspeed_compress.tools.report.runs import Run
 
 
@@ -133,6 +132,64 @@ def _of_summary(key: str) -> Callable[[Run], float | None]:
     return lambda run: (run.files.summary or {}).get(key)
 
 
+def _count_exchanges(run: Run) -> float | None:
+    """Return the number of measured steps that follow an exchange, or None if there are none.
+
+    Their bytes tell. An event is only written if other islands took part than in the exchange before, or if it failed.
+    """
+    return len(_exchanges(run)) or None
+
+
+def _exchanged_bytes(run: Run) -> float | None:
+    """Return the mean number of bytes that a rank sends in an exchange, or None if there are no exchanges."""
+    sizes = _exchanges(run)
+    return statistics.fmean(sizes.values()) if sizes else None
+
+
+def _extra_milliseconds(run: Run) -> float | None:
+    """Return how many milliseconds longer a step after an exchange takes, as a difference of medians."""
+    after = _exchanges(run).keys()
+    with_exchange: list[float] = []
+    without: list[float] = []
+    for step, taken in run.column("step_ms").items():
+        (with_exchange if step in after else without).append(taken)
+    return statistics.median(with_exchange) - statistics.median(without) if with_exchange and without else None
+
+
+def _discarded(run: Run) -> float | None:
+    """Return the number of exchanges that were discarded, or None for islands that do not record it."""
+    return float(sum(event["kind"] == "islands_void" for event in run.events)) if _has_events(run) else None
+
+
+def _lost_seconds(run: Run) -> float | None:
+    """Return the seconds that failed exchanges have taken, or None for islands that do not record it."""
+    failed = [event for event in run.events if _is_of_islands(event) and event["kind"] != "islands_exchange"]
+    return sum((event.get("evidence") or {}).get("seconds") or 0.0 for event in failed) if _has_events(run) else None
+
+
+def _exchanges(run: Run) -> dict[int, Any]:
+    return {step: size for step, size in run.column("bytes_islands").items() if size}
+
+
+def _has_events(run: Run) -> bool:
+    return any(map(_is_of_islands, run.events))
+
+
+def _is_of_islands(event: Mapping[str, Any]) -> bool:
+    return str(event["kind"]).startswith("islands_")
+
+
+def _count_versions(run: Run) -> float | None:
+    """Return the number of versions, or None if there are none."""
+    return len(run.column("rollout_version")) or None
+
+
+def _full_copy_bytes(run: Run) -> float | None:
+    """Return the mean bytes of a full copy, or None if there are none."""
+    sizes = [size for size in run.column("rollout_full_bytes").values() if size]
+    return statistics.fmean(sizes) if sizes else None
+
+
 METRICS = (
     Metric("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True, column="eval_loss"),
     Metric("training loss, last tenth", _recent_loss, "{:.4f}".format, column="train_loss"),
@@ -158,14 +215,14 @@ METRICS = (
     Metric("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
     *(Metric(f"sent: {kind.title}", kind.size, megabytes, optional=True) for kind in TRAFFIC[1:]),
     Metric("sent: exact weights, for checkpoints", lambda run: _mean(run, "bytes_exact"), megabytes, optional=True),
-    Metric("exchanges between islands", exchanges.count, "{:,.0f}".format, compared=False, tile=True),
-    Metric("sent per rank and exchange", exchanges.sent, megabytes, tile=True),
-    Metric("extra time of a step with an exchange", exchanges.extra_milliseconds, milliseconds, tile=True),
-    Metric("time lost in exchanges that failed", exchanges.lost_seconds, "{:,.1f} s".format, optional=True),
-    Metric("exchanges discarded", exchanges.void, "{:,.0f}".format, compared=False, optional=True),
-    Metric("versions for rollout workers", versions.count, "{:,.0f}".format, compared=False, tile=True),
+    Metric("exchanges between islands", _count_exchanges, "{:,.0f}".format, compared=False, tile=True),
+    Metric("sent per rank and exchange", _exchanged_bytes, megabytes, tile=True),
+    Metric("extra time of a step with an exchange", _extra_milliseconds, milliseconds, tile=True),
+    Metric("time lost in exchanges that failed", _lost_seconds, "{:,.1f} s".format, optional=True),
+    Metric("exchanges discarded", _discarded, "{:,.0f}".format, compared=False, optional=True),
+    Metric("versions for rollout workers", _count_versions, "{:,.0f}".format, compared=False, tile=True),
     Metric("bytes of a version", lambda run: _mean(run, "rollout_bytes"), megabytes, tile=True),
-    Metric("bytes of a full copy", versions.full_copy, megabytes),
+    Metric("bytes of a full copy", _full_copy_bytes, megabytes),
     Metric("values that change in a version", lambda run: _mean(run, "rollout_changed"), "{:.2%}".format),
     Metric("time to encode a version", lambda run: _mean(run, "rollout_encode_ms"), milliseconds),
     Metric("time to write a version", lambda run: _mean(run, "rollout_write_ms"), milliseconds),

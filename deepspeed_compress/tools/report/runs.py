@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.outputs.printable import printable
+from deepspeed_compress.tools.outputs.terminal import printable
 from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
 from deepspeed_compress.tools.run_files import is_number, read_content
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations import run
-from deepspeed_compress.integrations.importing import Undo, after_import
+from deepspeed_compress.integrations.patching import Undo, after_import
 
 if TYPE_CHECKING:
     from deepspeed_compress.tools.tune.recorder import EngineWatcher

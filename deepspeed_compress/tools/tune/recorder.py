@@ -16,8 +16,7 @@ from torch import Tensor
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.integrations.importing import Undo
-from deepspeed_compress.integrations.replacing import replace_method
+from deepspeed_compress.integrations.patching import Undo, replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.tune.trials import TRIAL, Task

@@ -30,7 +30,7 @@ from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.snapshot import Memory
-from deepspeed_compress.tools.universal import convert
+from deepspeed_compress.tools.checkpoint import convert
 from tests.support.forks import RankError, run_forks
 from tests.support.full_disk import full_disk
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights

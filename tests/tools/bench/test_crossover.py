@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.bench.crossover import RANK_PROGRAM, table_of, verdicts
-from deepspeed_compress.tools.bench.crossover_rank import BITS
+from deepspeed_compress.tools.bench.comm import RANK_PROGRAM, table_of, verdicts
+from deepspeed_compress.tools.bench.comm_rank import BITS
 from deepspeed_compress.tools.bench.jobs import LaunchedRanks
 from tests.support.forks import run_forks
 

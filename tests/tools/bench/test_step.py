@@ -16,7 +16,7 @@ from rich.console import Console
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError, install_command
-from deepspeed_compress.tools.bench.rows import new_document, read_document, save_document
+from deepspeed_compress.tools.bench.jobs import new_document, read_document, save_document
 from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
 from deepspeed_compress.tools.bench.step_results import FORMS, TRACES, plot_steps, same_work, step_table
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_compress.tools.bench.gauges import SHARES, STEP, covered, shares
 from deepspeed_compress.tools.bench.step_results import SHARES as COLUMNS
-from deepspeed_compress.tools.bench.traces import SHARES, STEP, covered, shares
 
 
 def span(name: str, cat: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from deepspeed_compress.tools.doctor.rules import (
     time,
     traffic,
 )
-from deepspeed_compress.tools.rules import rules_of
+from deepspeed_compress.tools.outputs.report import rules_of
 
 __all__ = ["RULES"]
 

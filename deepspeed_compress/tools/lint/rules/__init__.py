@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from deepspeed_compress.tools.lint.rule import LintRule
-from deepspeed_compress.tools.rules import rules_of
+from deepspeed_compress.tools.outputs.report import rules_of
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
 

@@ -1,15 +1,21 @@
-"""Actions that run when a program imports a library.
+"""Changes to other libraries: when a program imports them, and to their methods, until they are undone.
 
 A library that is imported before the program begins reads its environment too early: scripts often set HF_HOME,
 HF_HUB_OFFLINE and CUDA_VISIBLE_DEVICES in their first lines. So a patch never imports the library that it changes.
 Instead, a finder at the front of `sys.meta_path` waits until the program itself imports the module.
 """
 
+import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+from deepspeed_compress.errors import CompressWarning, SeamError
+from deepspeed_compress.session.patches import Patches
 
 Undo = Callable[[], None]
 
@@ -89,3 +95,39 @@ class _Loader(Loader):
             module.__spec__.loader = self._wrapped
         self._wrapped.exec_module(module)
         self._then()
+
+
+_OURS = "_compress_original"
+
+
+def is_replaced(owner: type | ModuleType, name: str) -> bool:
+    """Return True if `replace_method` has wrapped the method and that has not been undone."""
+    return hasattr(getattr(owner, name), _OURS)
+
+
+def replace_method(
+    owner: type | ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace the method `name` of `owner` by `wrap(method)`, which keeps its signature.
+
+    If the method is already replaced, nothing changes.
+
+    Returns:
+        A function that undoes the replacement.
+    """
+    original = getattr(owner, name)
+    if is_replaced(owner, name):
+        return lambda: None
+    wrapper = functools.wraps(original)(wrap(original))
+    setattr(wrapper, _OURS, original)
+    patches = Patches()
+    patches.replace(owner, name, wrapper)
+
+    def undo() -> None:
+        try:
+            patches.undo()
+        except SeamError:
+            text = f"{owner.__name__}.{name}: other code has replaced it since install(), so it is left as it is"
+            warnings.warn(text, CompressWarning, stacklevel=2)
+
+    return undo
