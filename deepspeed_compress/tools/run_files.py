@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -81,10 +82,11 @@ def find_problem(fields: Mapping[str, Field], values: Mapping[str, Any], others:
 
     `others` is the check of fields that `fields` does not name. A missing field of `fields` counts as None.
     """
-    for name in [*fields, *(key for key in values if key not in fields)]:
+    missing = ((name, None) for name in fields if name not in values)
+    for name, value in chain(values.items(), missing):
         allowed, fits = fields.get(name, others)
-        if not fits(values.get(name)):
-            return f"{name!r} is {repr(values.get(name))[:_SHOWN]} (allowed: {allowed})"
+        if not fits(value):
+            return f"{name!r} is {repr(value)[:_SHOWN]} (allowed: {allowed})"
     return ""
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,15 +23,11 @@ _CSV = "Train_Samples_"
 
 
 def _columns(lines: Iterable[Mapping[str, Any]], names: Mapping[str, str] = MappingProxyType({})) -> Columns:
-    """Return the values of `lines` by step, with columns renamed by `names`.
-
-    Values that are null or not finite are left out.
-    """
+    """Return the values of `lines` by step, without those that are null, with columns renamed by `names`."""
     columns: Columns = {}
     for line in lines:
         for key, value in line.items():
-            finite = value is not None and not (isinstance(value, float) and not math.isfinite(value))
-            if finite and key not in ("step", "run"):
+            if value is not None and key not in ("step", "run"):
                 columns.setdefault(names.get(key, key), {})[int(line["step"])] = value
     return columns
 
@@ -102,7 +97,9 @@ SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     # Means over the steps between two logs, for runs that have no statistics per step.
     lambda files: _stripped(_trainer_log(files)),
     # Losses of single steps, which the guard recorded.
-    lambda files: {"train_loss": _columns(files.statistics).get("loss", {})},
+    lambda files: {
+        "train_loss": {line["step"]: line["loss"] for line in files.statistics if line.get("loss") is not None}
+    },
     _csv_monitor,
 )
 """Sources in order of preference. Each column is taken as a whole from the first source that has it."""
@@ -116,7 +113,7 @@ class Run:
         name: Name to display.
         role: "run" or "baseline". This is also the name of its color.
         files: Files of the run.
-        columns: Values by step. Columns are named as in `StepStatistics`.
+        columns: Values by step, in ascending order. Columns are named as in `StepStatistics`.
         events: Events in order of their steps.
     """
 
@@ -128,7 +125,7 @@ class Run:
 
     def column(self, key: str) -> dict[int, Any]:
         """Return the values of a column by step, in ascending order; empty if no file of the run has them."""
-        return dict(sorted(self.columns.get(key, {}).items()))
+        return self.columns.get(key, {})
 
     def until(self, last: int) -> "Run":
         """Return this run without the values of steps after `last`."""
@@ -192,6 +189,7 @@ def _load(directory: Path, name: str, role: str) -> Run:
     columns: Columns = {}
     for source in SOURCES:
         columns = source(files) | {key: values for key, values in columns.items() if values}
+    columns = {key: dict(sorted(values.items())) for key, values in columns.items()}
     if not any(columns.values()):
         raise DataError(
             f"{directory}: holds no run (none of metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json, "
