@@ -35,6 +35,7 @@ from deepspeed_compress.agents.learner import Learner, LearnerSettings
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.tools.plots import COLOURS, GREY, check_plotting, new_figure, save_figure, style_axes
 from launch.agents.sums import CHARACTERS, END, LARGEST, PAD, Sum, encode, make_model, reward, sums, teach
+from launch.studies.harness import markdown, new_parser
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 
 CONFIG = Path(__file__).parents[1] / "agents" / "ds_config.json"
@@ -99,7 +100,7 @@ class LinkStore(DirectoryStore):
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for figures and the picture")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
@@ -130,9 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             file = options.output_dir / f"{name}-{seed}.json"
             file.write_text(json.dumps([asdict(row) for row in rows]))
             runs[name].append(rows)
-    print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
-    for name, each in runs.items():
-        print(line(cells(name, each, options.goal)))
+    print(markdown(COLUMNS, (cells(name, each, options.goal) for name, each in runs.items())), end="")
     draw(runs, options.goal, options.output_dir / "rewards.png")
 
 
@@ -349,11 +348,6 @@ def smoothed(rows: Sequence[Row]) -> list[float]:
     """Return the mean reward of each batch and those before it, up to `SMOOTHED` in all."""
     rewards = [row.reward for row in rows]
     return [statistics.fmean(rewards[max(0, end - SMOOTHED) : end]) for end in range(1, len(rewards) + 1)]
-
-
-def line(found: Sequence[str]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(found)} |"
 
 
 def draw(runs: dict[str, list[list[Row]]], goal: float, file: Path) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import deepspeed_compress
 from deepspeed_compress.models import build_model, read_model_config
+from launch.studies.harness import new_parser
 
 SEQUENCES, TOKENS, WARM_UP = 4, 64, 3
 
@@ -156,7 +157,7 @@ def measure(one: DeepSpeed, options: argparse.Namespace, tokens: torch.Tensor, d
 
 def main() -> None:
     """Measure all savers and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"), help="model config")
     parser.add_argument("--stage", type=int, default=1, help="ZeRO stage (default: 1)")
     parser.add_argument("--every", type=int, default=10, help="steps per window (default: 10)")

@@ -20,26 +20,20 @@ example, from the root of the repository:
 """
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from deepspeed_compress.config.numbers import change, shown
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Workload, group_contenders
-from launch.studies.loss_curve import Curve, Job, finished, run_job
-from launch.studies.text import cache_dir, prepare_data
-from launch.studies.time_to_loss import CPU, EVAL_TOKENS, WINDOW, trained_as
+from deepspeed_compress.tools.tables import print_table
+from launch.studies.harness import ROOT, add_run_options, add_text_options, new_parser, prepare_data, run_study
+from launch.studies.loss_curve import EVAL_TOKENS, WINDOW, Curve, Job, Run, train_all, trained_as
 
-FILE = Path("configs/zero1_int4.json")
+FILE = ROOT / "configs" / "zero1_int4.json"
 """Configuration of DeepSpeed. The other engines take its optimizer, batch and clipping."""
 GOAL = 0.005
 """Largest allowed difference between mean losses, relative to the lowest one."""
@@ -74,43 +68,32 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the missing runs and print the table. Return 1 if a run failed."""
-    options = _options(argv)
-    os.environ |= CPU
+    """Train the missing runs, print the table, and return the exit status."""
+    return run_study(study, parse_options(argv))
+
+
+def study(options: argparse.Namespace) -> bool:
+    """Train the missing runs and print the table. Return True if all are finished."""
     data, kinds = prepare_data(options), [kind for pair in ENGINES.values() for kind in pair]
-    for kind in track(kinds, "runs", console=Console(stderr=True)):
-        run_job(_job(options, kind, data), options.ranks, cache_dir(options), _file(options, kind))
-    curves = {kind: finished(_job(options, kind, data), _file(options, kind)) for kind in kinds}
-    failed = [kind for kind, curve in curves.items() if curve is None]
-    if failed:
-        print(f"runs failed, see their .log in {options.output_dir}: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    report({kind: Result.of(curve) for kind, curve in curves.items() if curve is not None}, options)
-    return 0
+    jobs = {kind: job_of(options, kind, data) for kind in kinds}
+    runs = {kind: Run(job, options.ranks, options.output_dir / f"{kind}.json") for kind, job in jobs.items()}
+    curves = {kind: curve for kind, curve in train_all(runs, options).items() if curve is not None}
+    if len(curves) == len(runs):
+        report({kind: Result.of(curve) for kind, curve in curves.items()}, options)
+    return len(curves) == len(runs)
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.studies.engines",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the curves and engines.json")
-    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add_text_options(parser)
+    add_run_options(parser, 200)
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--ranks", type=positive_integer, default=2, help="(default: 2)")
-    parser.add_argument("--steps", type=positive_integer, default=200, help="(default: 200)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seq-len", type=positive_integer, default=64)
     return parser.parse_args(argv)
 
 
-def _file(options: argparse.Namespace, kind: str) -> Path:
-    path: Path = options.output_dir / f"{kind}.json"
-    return path
-
-
-def _job(options: argparse.Namespace, kind: str, data: str) -> Job:
+def job_of(options: argparse.Namespace, kind: str, data: str) -> Job:
+    """Return the job of a contender."""
     workload, contender = _contender(options, kind)
     ds_config = trained_as(FILE, options.seed)
     batch = workload.micro_batch * workload.accumulation * options.ranks * options.seq_len
@@ -131,36 +114,35 @@ def _contender(options: argparse.Namespace, kind: str) -> tuple[Workload, Conten
     """Return the common workload and the contender of `kind`."""
     sizes = {"micro_batch": None, "seq_len": options.seq_len, "seed": options.seed}
     [group] = group_contenders([str(FILE)], str(options.model), (DEEPSPEED,), sizes, options.ranks)
-    found = next((one for one in group.contenders if one.kind == kind), None)
-    if found is None:
+    engine = next((contender for contender in group.contenders if contender.kind == kind), None)
+    if engine is None:
         return group.workload, Contender(kind, kind)
     schedule = trained_as(FILE, options.seed)["scheduler"]
-    return group.workload, Contender(kind, kind, {**(found.ds_config or {}), "scheduler": schedule})
+    return group.workload, Contender(kind, kind, {**(engine.ds_config or {}), "scheduler": schedule})
 
 
 def report(results: Mapping[str, Result], options: argparse.Namespace) -> None:
     """Print the table and the differences between losses, and write both."""
-    table = Table(title=f"{options.ranks} ranks, {options.steps} steps, 4 bits for gradients", title_justify="left")
     columns = ("engine", "training loss", "4 bits", "change", "held-out loss", "4 bits", "change")
-    for column in (*columns, "bytes, times fewer", "seconds per step", "4 bits"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
+    rows = []
     for engine, pair in ENGINES.items():
         alone, ours = (results[kind] for kind in pair)
         losses = [
             cell
-            for one, two in ((alone.train, ours.train), (alone.held_out, ours.held_out))
-            for cell in (f"{one:.4f}", f"{two:.4f}", change(two / one - 1))
+            for plain, packed in ((alone.train, ours.train), (alone.held_out, ours.held_out))
+            for cell in (f"{plain:.4f}", f"{packed:.4f}", change(packed / plain - 1))
         ]
-        table.add_row(engine, *losses, shown(ours.ratio, ".2f"), f"{alone.seconds:.3f}", f"{ours.seconds:.3f}")
-    Console(width=150).print(table)
-    apart = {name: _apart([getattr(one, name) for one in results.values()]) for name in ("train", "held_out")}
+        rows.append((engine, *losses, shown(ours.ratio, ".2f"), f"{alone.seconds:.3f}", f"{ours.seconds:.3f}"))
+    title = f"{options.ranks} ranks, {options.steps} steps, 4 bits for gradients"
+    print_table(title, (*columns, "bytes, times fewer", "seconds per step", "4 bits"), rows, ("engine",))
+    apart = {name: _apart([getattr(result, name) for result in results.values()]) for name in ("train", "held_out")}
     first = [results[kind].first for kind, _ in ENGINES.values()]
     apart["first"] = max(_apart(losses) for losses in zip(*first, strict=True))
     verdict = "met" if apart["train"] <= GOAL else "missed"
     print(f"training losses differ by at most {apart['train']:.2%} (goal: {GOAL:.1%}; {verdict})")
     print(f"held-out losses by {apart['held_out']:.2%}; uncompressed, in the first steps, by {apart['first']:.1e}")
-    found = {kind: asdict(one) for kind, one in results.items()}
-    write_json(options.output_dir / "engines.json", {"runs": found, "apart": apart, "goal": GOAL})
+    runs = {kind: asdict(result) for kind, result in results.items()}
+    write_json(options.output_dir / "engines.json", {"runs": runs, "apart": apart, "goal": GOAL})
 
 
 def _apart(losses: Sequence[float]) -> float:

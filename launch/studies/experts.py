@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 import deepspeed_compress
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.training.data import text_files
+from launch.studies.harness import new_parser
 
 WIDTH, TOKENS, LAYERS = 128, 64, 2
 HELD_OUT = 32
@@ -151,7 +152,7 @@ def _describe(name: str, losses: list[float], plain: list[float], figures: Any) 
 
 def main() -> None:
     """Train all runs, and print their losses on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
     parser.add_argument("--compress", choices=tuple(SECTIONS), default="gradients", help="(default: gradients)")
     parser.add_argument("--steps", type=positive_integer, default=300, help="(default: 300)")

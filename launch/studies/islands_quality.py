@@ -15,7 +15,6 @@ examples, from the root of the repository:
 
 import argparse
 import copy
-import os
 import re
 import statistics
 import sys
@@ -24,17 +23,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from deepspeed_compress.config import SECTION, read_ds_config
-from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.workload import Contender, group_contenders
-from launch.studies.loss_curve import Curve, Job, finished, run_job
-from launch.studies.text import cache_dir, prepare_data
-from launch.studies.time_to_loss import CPU, ROOT
+from deepspeed_compress.tools.tables import new_console, new_table
+from launch.studies.harness import ROOT, add_run_options, add_text_options, new_parser, prepare_data, run_study
+from launch.studies.loss_curve import Curve, Job, Run, train_all
 
 FILE = ROOT / "configs" / "zero0_int4.json"
 """Base configuration. The section and the schedule are replaced."""
@@ -115,8 +111,9 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Namespace, data: str) -> Job:
+def job_of(name: str, seed: int, options: argparse.Namespace, data: str) -> Job:
     """Return the job of a run."""
+    steps = options.steps
     ds_config = read_ds_config(str(FILE))
     schedule = {"total_num_steps": steps, "warmup_num_steps": steps // 10, "cos_min_ratio": 0.1}
     ds_config |= {
@@ -129,7 +126,7 @@ def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Names
     ds_config["optimizer"]["params"]["betas"] = [0.9, options.beta2]
     ds_config["gradient_clipping"] = options.clipping
     sizes = {"micro_batch": options.micro_batch, "seq_len": options.seq_len, "seed": seed}
-    (group,) = group_contenders([str(FILE)], str(options.model), (), sizes, hosts)
+    (group,) = group_contenders([str(FILE)], str(options.model), (), sizes, options.hosts)
     ds_config["train_micro_batch_size_per_gpu"] = group.workload.micro_batch
     return Job(
         workload=group.workload,
@@ -145,27 +142,20 @@ def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 1 if a run failed, or 2 if an option is wrong."""
-    options = _options(argv)
-    os.environ |= CPU
-    try:
-        data = prepare_data(options)
-        names = [name for name in variants(options.steps) if options.only.search(name)]
-        jobs = {
-            (name, seed): job_of(name, seed, options.steps, options.hosts, options, data)
-            for seed, name in product(options.seeds, names)
-        }
-        if not options.train_none:
-            for (name, seed), job in track(jobs.items(), "runs", console=Console(stderr=True)):
-                if not run_job(job, options.hosts, cache_dir(options), file_of(options, name, seed)):
-                    print(f"{name}, seed {seed}: failed, see its .log", file=sys.stderr)
-        curves = {run: finished(job, file_of(options, *run)) for run, job in jobs.items()}
-    except CompressError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    sections = variants(options.steps)
-    Console(width=120).print(table({key: curve for key, curve in curves.items() if curve is not None}, sections))
-    return int(any(curve is None for curve in curves.values()))
+    """Train the missing runs, print the table, and return the exit status."""
+    return run_study(study, parse_options(argv))
+
+
+def study(options: argparse.Namespace) -> bool:
+    """Train the missing runs and print the table. Return True if all are finished."""
+    data, sections = prepare_data(options), variants(options.steps)
+    runs = {
+        (name, seed): Run(job_of(name, seed, options, data), options.hosts, file_of(options, name, seed))
+        for seed, name in product(options.seeds, filter(options.only.search, sections))
+    }
+    curves = {key: run.curve() for key, run in runs.items()} if options.train_none else train_all(runs, options)
+    new_console().print(table({key: curve for key, curve in curves.items() if curve is not None}, sections))
+    return None not in curves.values()
 
 
 def file_of(options: argparse.Namespace, name: str, seed: int) -> Path:
@@ -179,7 +169,7 @@ def table(curves: Mapping[tuple[str, int], Curve], sections: Mapping[str, Mappin
 
     A run is compared with the synchronous run of the same seed, optimizer and learning rate.
     """
-    shown = Table("exchanges", "seeds", "after step", "held-out loss", "of synchronous")
+    shown = new_table("", ("exchanges", "seeds", "after step", "held-out loss", "of synchronous"), ("exchanges",))
     losses: dict[str, dict[int, Mapping[float, float]]] = {}
     for (name, seed), curve in curves.items():
         losses.setdefault(name, {})[seed] = dict(curve.held_out)
@@ -207,21 +197,13 @@ def last_exchange(section: Mapping[str, Any], losses: Mapping[float, float]) -> 
     return max((step for step in losses if step % every == 0), default=None)
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.studies.islands_quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the curves")
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add_text_options(parser)
+    add_run_options(parser, 300, (0,))
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="names to train")
     parser.add_argument("--train-none", action="store_true", help="only print the table of finished runs")
-    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
     parser.add_argument("--hosts", type=positive_integer, default=4, help="islands of one rank (default: 4)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=positive_integer, default=300)
-    parser.add_argument("--seq-len", type=positive_integer, default=64)
     parser.add_argument("--micro-batch", type=positive_integer, help="sequences per island (default: as in the file)")
     parser.add_argument("--beta2", type=float, default=0.95, help="beta2 of the inner optimizer (default: 0.95)")
     parser.add_argument("--clipping", type=float, default=1.0, help="largest norm of the inner gradients (default: 1)")

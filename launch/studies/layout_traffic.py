@@ -7,7 +7,6 @@ tensor parallelism stay inside nodes, so they are merged and not compressed.
 usage: python -m launch.studies.layout_traffic
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.planner.stages import largest_stage
 from deepspeed_compress.planner.traffic import DataParallel, stage_message, tensor_traffic
+from launch.studies.harness import new_parser
 
 LLAMA_7B = Model("7B", "llama", 32, 4096, 32, 32, 128, 11008, True, 32000, False)
 SEQ, PER_NODE, GBIT = 4096, 8, 100
@@ -45,9 +45,7 @@ KINDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
-        arguments
-    )
+    new_parser(__doc__).parse_args(arguments)
     print(*table(), sep="\n")
     return 0
 

@@ -4,6 +4,7 @@ The engine is the one that `ds-compress bench step` times. Batches, evaluations 
 program. The network is this machine's memory, which does not change any loss.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -13,12 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_compress.errors import DataError
+from deepspeed_compress.config import SECTION, parse_section, read_ds_config
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.peers import Optimizer
@@ -27,11 +29,13 @@ from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.data import Windows, open_cache, split_windows
 from deepspeed_compress.training.output import Display, display
 from deepspeed_compress.training.stepper import eval_loss, mean_over_ranks, train_step
+from launch.studies.harness import cache_dir, read_result, tracked
 
-__all__ = ["HELD_OUT", "Curve", "Goal", "Job", "Point", "finished", "run_job"]
-
+T = TypeVar("T")
 HELD_OUT = 0.05
 """Share of the text that is held out at the end of each file."""
+RATE_WARMUP_STEPS, WINDOW, EVAL_TOKENS = 20, 50, 16384
+"""Usual steps of the warm-up, steps in a mean of training losses, and tokens of an evaluation."""
 ATTEMPTS = 3
 """Number of attempts per run, because PyTorch's PowerSGD sometimes aborts on gloo."""
 
@@ -126,38 +130,68 @@ def _least(points: Sequence[Point]) -> float:
     return min((loss for _, loss in points), default=math.inf)
 
 
-def run_job(job: Job, ranks: int, cache_dir: Path, file: Path) -> bool:
-    """Train in `ranks` processes unless `file` exists, with a log next to it. Return True if `file` exists now."""
-    if file.is_file():
-        return True
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file.with_suffix(".job"), asdict(job))
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks))
-    paths = (file.with_suffix(".job"), cache_dir, file)
-    command = [sys.executable, *launch, "-m", "launch.studies.loss_curve", *map(str, paths)]
-    with file.with_suffix(".log").open("a") as log:
-        outcomes = (subprocess.run(command, stdout=log, stderr=log, check=False) for _ in range(ATTEMPTS))
-        return any(outcome.returncode == 0 for outcome in outcomes)
+@dataclass(frozen=True)
+class Run:
+    """Run of a study in `ranks` processes of this machine. Its curve is in `file` when it is finished."""
+
+    job: Job
+    ranks: int
+    file: Path
+
+    def curve(self) -> Curve | None:
+        """Return the curve of the finished run, or None.
+
+        Raises:
+            DataError: The run was made with other options.
+        """
+        result = read_result(self.file, "job", self.job)
+        return None if result is None else Curve.from_json(result)
+
+    def train(self, options: argparse.Namespace) -> bool:
+        """Train unless the run is finished, with a log next to its file. Return True if it is finished now."""
+        if self.curve() is not None:
+            return True
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.file.with_suffix(".job"), asdict(self.job))
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.ranks))
+        paths = (self.file.with_suffix(".job"), cache_dir(options), self.file)
+        command = [sys.executable, *launch, "-m", "launch.studies.loss_curve", *map(str, paths)]
+        with self.file.with_suffix(".log").open("a") as log:
+            outcomes = (subprocess.run(command, stdout=log, stderr=log, check=False) for _ in range(ATTEMPTS))
+            is_finished = any(outcome.returncode == 0 for outcome in outcomes)
+        if not is_finished:
+            print(f"{self.file}: failed, see {self.file.with_suffix('.log')}", file=sys.stderr)
+        return is_finished
 
 
-def finished(job: Job, file: Path) -> Curve | None:
-    """Return the curve of a finished run, or None.
+def train_all(runs: Mapping[T, Run], options: argparse.Namespace) -> dict[T, Curve | None]:
+    """Train the runs that are not finished. Return the curve of each, or None if it failed."""
+    for run in tracked([*runs.values()]):
+        run.train(options)
+    return {key: run.curve() for key, run in runs.items()}
+
+
+def trained_as(file: Path, seed: int) -> dict[str, Any]:
+    """Return the configuration with the study's schedule and seed.
 
     Raises:
-        DataError: The run was made with other options.
+        ConfigError: The configuration is adaptive, and chooses by the network.
     """
-    if not file.is_file():
-        return None
-    found, wanted = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(asdict(job)))
-    differing = ", ".join(key for key, value in wanted.items() if found["job"].get(key) != value)
-    if differing:
-        raise DataError(f"{file}: made with another {differing}; remove it, or use another --output-dir")
-    return Curve.from_json(found)
+    ds_config = read_ds_config(str(file))
+    if parse_section(ds_config).adaptive is not None:
+        raise ConfigError(
+            f"{file}: /{SECTION}/adaptive chooses by the network, and there is none; write the settings that it chooses"
+        )
+    # A cosine from 1 to 1 is constant, and unlike WarmupLR it keeps the learning rate of each parameter group.
+    params = {"total_num_steps": 2 * RATE_WARMUP_STEPS, "warmup_num_steps": RATE_WARMUP_STEPS, "cos_min_ratio": 1.0}
+    schedule = {"type": "WarmupCosineLR", "params": params | {"warmup_type": "linear"}}
+    section = ds_config[SECTION] | {"seed": seed, "monitor": {"every": 1000}}
+    return ds_config | {"scheduler": schedule, SECTION: section}
 
 
-def train(job: Job, cache_dir: Path, shown: Display) -> Curve:
+def train(job: Job, tokens: Path, shown: Display) -> Curve:
     """Train on every rank. The returned curve is the same on all ranks."""
-    windows, held_out = split_windows(open_cache(cache_dir, job.data), job.workload.seq_len, HELD_OUT)
+    windows, held_out = split_windows(open_cache(tokens, job.data), job.workload.seq_len, HELD_OUT)
     system = make(job.workload, job.contender, Optimizer.from_config(job.native), job.start)
     curve, losses = Curve(system.dense_steps, (), ()), list[Tensor]()
     seconds, measured = list[float](), list[Any]()

@@ -1,4 +1,4 @@
-"""Train a small GPT-2 with every compression method, and write loss, bytes and time as a table and a plot.
+"""Train a small GPT-2 with every compression method, and write loss, bytes and time as a table.
 
 Each run is a process with threads as ranks (see methods_lab). Finished runs are kept and not repeated, and the table
 shows all of them. Remove the runs of a method after you change its code.
@@ -10,70 +10,65 @@ examples, from the root of the repository:
 """
 
 import argparse
-import json
 import math
 import multiprocessing
-import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
-from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.safe_files import write_json
+from deepspeed_compress.tools.tables import print_table
+from launch.studies.harness import (
+    ROOT,
+    add_run_options,
+    add_text_options,
+    cache_dir,
+    markdown,
+    new_parser,
+    prepare_data,
+    read_result,
+    run_study,
+)
 from launch.studies.methods_lab import Spec, digest, run
-from launch.studies.methods_plot import Point, draw
 from launch.studies.methods_settings import ADAM, BASELINE, SETTINGS
-from launch.studies.text import cache_dir, prepare_data
 
 ZERO_1_BITS = 48
 """Bits per element and step of 16-bit training with DeepSpeed, which all-reduces gradients and gathers weights."""
-ROOT = Path(__file__).parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 1 if a run failed, or 2 if an option is wrong."""
-    options = _options(argv)
-    # Set these before the processes of the runs import torch.
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        specs = _specs(options, prepare_data(options))
-        failures = _run_missing(options, specs)
-        rows = table_rows({name: _results(options, specs, name) for name in SETTINGS})
-    except CompressError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Train the missing runs, write the table, and return the exit status."""
+    return run_study(study, parse_options(argv))
+
+
+def study(options: argparse.Namespace) -> bool:
+    """Train the missing runs, and write the table of all. Return True if none has failed."""
+    specs = _specs(options, prepare_data(options))
+    failures = _run_missing(options, specs)
+    rows = table_rows({name: _results(options, specs, name) for name in SETTINGS})
     if rows:
-        _report(options, rows)
-    return int(failures > 0)
+        title = f"{options.steps} steps, {options.ranks} ranks; bits per parameter and step, CPU time per rank and step"
+        print_table(title, HEAD, map(cells, rows), HEAD[:1])
+        (options.output_dir / "table.md").write_text(markdown(HEAD, map(cells, rows)), encoding="utf-8")
+    return not failures
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.studies.methods_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the runs, table.md and the plot")
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add_text_options(parser, str(ROOT / "configs/models/gpt_2m.json"))
+    add_run_options(parser, 400, (0,))
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs; each takes one to four cores")
-    parser.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_2m.json")
     parser.add_argument("--ranks", type=int, choices=range(2, 17), default=4, metavar="N")
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences per rank and step (default: 4)")
-    parser.add_argument("--seq-len", type=int, default=64, help="tokens per sequence (default: 64)")
     return parser.parse_args(argv)
 
 
@@ -100,7 +95,7 @@ def _specs(options: argparse.Namespace, data: str) -> dict[Run, Spec]:
 def _run_missing(options: argparse.Namespace, specs: Mapping[Run, Spec]) -> int:
     """Run the missing runs. Return the number of failures."""
     asked = [chosen for chosen in specs if chosen[0] == BASELINE or options.only.search(chosen[0])]
-    missing = [chosen for chosen in asked if _read(_file(options, *chosen), specs[chosen]) is None]
+    missing = [chosen for chosen in asked if read_result(_file(options, *chosen), "spec", specs[chosen]) is None]
     failures = 0
     # Use a fresh process for every run, so that no run slows down the next one.
     spawn = multiprocessing.get_context("spawn")
@@ -124,25 +119,9 @@ def _run(spec: Spec, model: Path, cache_dir: Path, file: Path) -> None:
     write_json(file, result)
 
 
-def _read(file: Path, spec: Spec) -> dict[str, Any] | None:
-    """Return the result of a finished run, or None.
-
-    Raises:
-        DataError: The run was made with another `spec`.
-    """
-    if not file.is_file():
-        return None
-    result: dict[str, Any] = json.loads(file.read_text())
-    wanted = json.loads(json.dumps(asdict(spec)))
-    differing = [key for key, value in wanted.items() if result["spec"].get(key) != value]
-    if differing:
-        raise DataError(f"{file}: made with another {', '.join(differing)}; remove it, or use another --output-dir")
-    return result
-
-
 def _results(options: argparse.Namespace, specs: Mapping[Run, Spec], name: str) -> dict[int, dict[str, Any]]:
     """Return the finished runs of a setting by seed."""
-    found = {seed: _read(_file(options, name, seed), specs[name, seed]) for seed in options.seeds}
+    found = {seed: read_result(_file(options, name, seed), "spec", specs[name, seed]) for seed in options.seeds}
     return {seed: result for seed, result in found.items() if result is not None}
 
 
@@ -216,32 +195,6 @@ def cells(row: Row) -> list[str]:
         f"{row.compress_ms:.1f}",
         f"{row.decompress_ms:.1f}",
     ]
-
-
-def _report(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print the table, and write it as Markdown and as a plot."""
-    title = f"{options.steps} steps, {options.ranks} ranks; bits per parameter and step, CPU time per rank and step"
-    table = Table(title=title, title_justify="left")
-    for index, heading in enumerate(HEAD):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*cells(row))
-    Console(width=None if sys.stdout.isatty() else 170).print(table)
-    (options.output_dir / "table.md").write_text(markdown(rows), encoding="utf-8")
-    draw(_points(rows), [options.output_dir / f"table.{suffix}" for suffix in ("png", "svg")])
-
-
-def markdown(rows: Iterable[Row]) -> str:
-    """Return the table in Markdown."""
-    lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(cells, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _points(rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """Return the points by panel. In a common panel, uncompressed weights would hide the bits of gradients."""
-    alone = [Point(row.name, row.gradients, row.gap, row.spread) for row in rows if "+" not in row.name]
-    both = [Point(row.name, row.bits, row.gap, row.spread) for row in rows if "+" in row.name]
-    return {"Bits of gradients, with weights in 16 bits": alone, "Bits of gradients + weights": both}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ affects all of them alike. Ranks synchronize before the clock starts, so that la
 that of all threads of rank 0, which other programs change less than wall time.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress.models import build_model, read_model_config
+from launch.studies.harness import new_parser
 
 SEQUENCES, TOKENS = 4, 128
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ class Timed:
 
 def main() -> None:
     """Train all engines and print their times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_2m.json"), help="model config")
     parser.add_argument("--steps", type=int, default=200, help="steps of each engine, a multiple of 10 (default: 200)")
     options = parser.parse_args()

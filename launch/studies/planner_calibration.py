@@ -6,7 +6,6 @@ Without a file, the constants are fitted to all but one of the 18 runs of the pa
 out. With files, the package's constants predict their rows. `launch/studies/published_runs.py` lists columns.
 """
 
-import argparse
 import csv
 import math
 import sys
@@ -21,6 +20,7 @@ from deepspeed_compress.planner import fit as least_squares
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.fit import Prior
 from deepspeed_compress.planner.predict import Prediction, Predictor
+from launch.studies.harness import new_parser
 from launch.studies.published_runs import CALIBRATION, Run, read_run
 
 EXPECTED = Prior(
@@ -51,7 +51,7 @@ class MeasuredStep:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each run, and the errors of all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.csv", help="published runs")
     files: list[Path] = parser.parse_args(arguments).files
     runs = list(read(files or [CALIBRATION]))

@@ -11,7 +11,6 @@ examples, from the root of the repository:
   python -m launch.studies.planner_emulated --output runs/planner --summary
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -36,6 +35,7 @@ from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
 from deepspeed_compress.tools.plan_measure import measure, measure_step
+from launch.studies.harness import new_parser
 
 MACHINES = ((2, 1), (2, 2), (4, 2))
 """Hosts, and ranks of each."""
@@ -135,7 +135,7 @@ class Machine:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing in the files, and print a summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for measurements")
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_1m.json"), metavar="FILE")
     parser.add_argument("--most", type=int, default=45, metavar="N", help="measure at most N steps now (default: 45)")

@@ -9,7 +9,6 @@ examples, from the root of the repository:
   python -m launch.studies.planner_scaling --models 7B --sizes 128 --gpus A100 --rates 10 100
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.search import Candidate, Job
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.planner.sweep import KINDS, over_network
+from launch.studies.harness import new_parser
 
 MODELS: Mapping[str, Model] = {
     "7B": Model("Llama 2 7B", "llama", 32, 4096, 32, 32, 128, 11008, True, 32000, False),
@@ -65,7 +65,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table of gains, and draw it if --output is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sizes", nargs="+", type=int, choices=TOKENS, default=list(TOKENS), help="numbers of GPUs")
     parser.add_argument("--gpus", nargs="+", default=["A100", "H100"], metavar="TYPE", help="types of GPUs")

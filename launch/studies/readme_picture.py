@@ -12,7 +12,6 @@ examples, from the root of the repository:
   python -m launch.studies.readme_picture --runs runs/time_to_loss/2hosts/seed0
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.tools.time_to_loss import time_to
+from launch.studies.harness import new_parser
 
 DATA = Path(__file__).with_suffix(".json")
 PICTURE = Path(__file__).parents[2] / "docs" / "time-to-loss.png"
@@ -32,7 +32,7 @@ Line = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the picture, after reading new curves if --runs is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR", help="read the curves of these runs first")
     parser.add_argument("--output", type=Path, default=PICTURE, metavar="FILE.png", help="(default: %(default)s)")
     options = parser.parse_args(argv)

@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
@@ -29,7 +28,7 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.changes import apply, encode, encode_lossy
 from deepspeed_compress.rollout.versions import Dtype
 from deepspeed_compress.training.data import open_cache
-from launch.studies.text import cache_dir, prepare_data
+from launch.studies.harness import add_text_options, cache_dir, markdown, new_parser, prepare_data, tracked
 
 SEQUENCES, TOKENS = 4, 128
 SETTLE = 5
@@ -68,18 +67,15 @@ def main() -> None:
     model = build_model(options.model, read_model_config(options.model), seed=0)
     for _ in train(model, batches, options.warm_up_lr, options.warm_up):
         pass
-    print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n", flush=True)
     setting = Setting(options.dtype, options.bits)
-    for lr in options.lr:
-        print(line(cells(lr, measure(copy.deepcopy(model), batches, lr, options.versions, setting))), flush=True)
+    results = {lr: measure(copy.deepcopy(model), batches, lr, options.versions, setting) for lr in tracked(options.lr)}
+    print(markdown(COLUMNS, (cells(lr, result) for lr, result in results.items())), end="")
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
+    add_text_options(parser)
     add = parser.add_argument
-    add("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the tokenizer and the tokens")
-    add("--model", type=Path, default=Path("configs/models/gpt_10m.json"), help="default: configs/models/gpt_10m.json")
     add("--warm-up", type=int, default=150, metavar="N", help="steps before anything is published; default: 150")
     add("--warm-up-lr", type=float, default=1e-3, metavar="LR", help="their learning rate; default: 1e-3")
     add("--versions", type=int, default=20, metavar="N", help="versions per learning rate; default: 20")
@@ -193,11 +189,6 @@ def cells(lr: float, found: Result) -> list[str]:
         f"{found.error:.1%}",
         *(f"{one:.0f}" for one in (found.encode, found.apply, found.copy)),
     ]
-
-
-def line(found: Sequence[str]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(found)} |"
 
 
 if __name__ == "__main__":

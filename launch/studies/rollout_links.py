@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +34,7 @@ from deepspeed_compress.rollout.store_server import StoreServer
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.transport.secret import SECRET
+from launch.studies.harness import markdown, new_parser, tracked
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 
 NOTHING, EXACT = "nothing", "exact"
@@ -54,7 +56,7 @@ COLUMNS = (
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the figures of each run")
     add("--model", type=Path, default=Path("configs/models/gpt_10m.json"), help="default: configs/models/gpt_10m.json")
@@ -74,11 +76,10 @@ def main() -> None:
         (train if os.environ["RANK"] == "0" else follow)(options)
         return
     enter_user_namespace([sys.executable, "-m", "launch.studies.rollout_links", *sys.argv[1:]])
-    print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n", flush=True)
     with signals_as_exceptions():
-        for rate in options.rates:
-            for mode in options.modes:
-                print(line(cells(rate, mode, run(options, rate, mode), options.settle)), flush=True)
+        pairs = tracked(list(product(options.rates, options.modes)))
+        rows = [cells(rate, mode, run(options, rate, mode), options.settle) for rate, mode in pairs]
+    print(markdown(COLUMNS, rows), end="")
 
 
 def run(options: argparse.Namespace, rate: str, mode: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -234,11 +235,6 @@ def cells(rate: str, mode: str, figures: tuple[dict[str, Any], dict[str, Any]], 
         f"{statistics.fmean(after):.2f}",
         f"{len(after)} of {len(ends)}",
     ]
-
-
-def line(found: Sequence[str]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(found)} |"
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
 from deepspeed_compress.tools.bench.options import PEERS
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, stage_of
 from deepspeed_compress.tools.time_to_loss import TimedRun, draw_panels, time_to
+from launch.studies.harness import markdown
 from launch.studies.loss_curve import Curve, Goal
-
-__all__ = ["BASELINE", "Outcome", "StepTimes", "Trained", "goal_of", "outcomes", "report", "table"]
 
 BASELINE = "ddp"
 UNCOMPRESSED = (*(f"{DEEPSPEED}, ZeRO {stage}" for stage in range(4)), "fsdp2")
@@ -146,8 +145,7 @@ def table(found: Sequence[Outcome], rates: Sequence[str]) -> str:
     ]
     slowest = rates[-1] if rates else ""
     ordered = sorted(found, key=lambda one: one.seconds.get(slowest, float("inf")))
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *(_cells(one, base, rates) for one in ordered)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(heads, (_cells(one, base, rates) for one in ordered))
 
 
 def _spoken(rate: str) -> str:

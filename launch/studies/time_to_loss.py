@@ -10,7 +10,7 @@ every point of a curve shows the best loss that the run can have by then.
 PowerSGD and post-local SGD start after a tenth of the steps, as PyTorch recommends. Earlier steps are timed as steps of
 DDP, and the warm-up of a file as steps of DeepSpeed. The losses of DDP also stand for DeepSpeed and FSDP2, which only
 round differently. An `adaptive` file needs a network to choose by: name the file of its choice instead, or train it on
-emulated hosts with compare_runs.
+emulated hosts with race.
 
 Finished runs are kept and not repeated, and the tables and pictures show all of them.
 
@@ -27,28 +27,29 @@ examples, from the root of the repository:
 """
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
-from deepspeed_compress.config import SECTION, parse_section, read_ds_config
-from deepspeed_compress.errors import CompressError, ConfigError, DataError
+from deepspeed_compress.errors import ConfigError, DataError
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.jobs import read_document
 from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
-from launch.studies.loss_curve import Curve, Goal, Job, finished, run_job
-from launch.studies.text import cache_dir, prepare_data
+from launch.studies.harness import (
+    ROOT,
+    add_run_options,
+    add_text_options,
+    new_parser,
+    prepare_data,
+    run_study,
+    tracked,
+)
+from launch.studies.loss_curve import EVAL_TOKENS, WINDOW, Goal, Job, Run, trained_as
 from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, report
 
-ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "configs" / "zero0_int4.json"
 """Configuration with the optimizer and the clipping of the peers."""
 PEERS = (
@@ -65,34 +66,28 @@ OURS = (
     *(ROOT / "configs" / f"{name}.json" for name in ("islands4_streamed", "islands20_moments")),
     *sorted((Path(__file__).parent / "configs").glob("*.json")),
 )
-RATE_WARMUP_STEPS, START, WINDOW, EVAL_TOKENS = 20, 0.1, 50, 16384
-"""`START` is the share of dense steps of late methods; `WINDOW` is the number of averaged training losses."""
-CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+START = 0.1
+"""Share of dense steps of late methods."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 1 if a run failed, or 2 if an option is wrong."""
-    options = _options(argv)
-    os.environ |= CPU
-    try:
-        study = Study(options, prepare_data(options))
-        failures = 0 if options.train_none else study.train_missing()
-        times = StepTimes([read_document(file) for file in options.times])
-        report(study.trained(), study.window, times, options.output_dir)
-    except CompressError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return int(failures > 0)
+    """Train the missing runs, write tables and pictures, and return the exit status."""
+    return run_study(study, parse_options(argv))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.studies.time_to_loss",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="directory for curves, tables and pictures")
+def study(options: argparse.Namespace) -> bool:
+    """Train the missing runs, and write tables and pictures of all. Return True if none has failed."""
+    runs = Study(options, prepare_data(options))
+    succeeded = options.train_none or runs.train_missing()
+    times = StepTimes([read_document(file) for file in options.times])
+    report(runs.trained(), runs.window, times, options.output_dir)
+    return succeeded
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add_text_options(parser)
+    add_run_options(parser, 300, (0,))
     ours = "configurations of this package (default: 4-bit gradients, also weights, overlapped, wan, islands)"
     parser.add_argument("--configs", type=Path, nargs="*", default=OURS, metavar="FILE", help=ours)
     parser.add_argument("--peers", nargs="*", choices=(*PEERS, *FSDP2), default=PEERS, metavar="PEER")
@@ -100,14 +95,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-none", action="store_true", help="only write tables and pictures of finished runs")
     times = "files of `bench step --output` with the step times"
     parser.add_argument("--times", type=Path, nargs="*", default=(), metavar="FILE.json", help=times)
-    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
     parser.add_argument("--hosts", type=positive_integer, nargs="+", default=[4, 2], help="(default: 4, then 2)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=positive_integer, default=300, help="steps of DDP to the goal (default: 300)")
-    longest = "largest number of steps of the others (default: twice --steps)"
+    longest = "largest number of steps of the others; --steps are those of DDP to the goal (default: twice --steps)"
     parser.add_argument("--longest", type=positive_integer, metavar="STEPS", help=longest)
     parser.add_argument("--eval-every", type=positive_integer, default=20, metavar="STEPS")
-    parser.add_argument("--seq-len", type=positive_integer, default=64)
     batch = "sequences in a micro-batch (default: as in the file)"
     parser.add_argument("--micro-batch", type=positive_integer, metavar="N", help=batch)
     options = parser.parse_args(argv)
@@ -115,16 +106,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-@dataclass(frozen=True)
-class Run:
-    """Setting on a number of hosts with one seed."""
-
-    hosts: int
-    seed: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.hosts} hosts, seed {self.seed}"
+Key = tuple[int, int, str]
+"""Number of hosts, seed and name of a setting."""
 
 
 class Study:
@@ -136,94 +119,70 @@ class Study:
         self.window = min(WINDOW, options.steps)
         self.names = tuple(dict.fromkeys((BASELINE, *options.peers, *self.files)))
 
-    def train_missing(self) -> int:
-        """Train the missing runs, DDP first, which sets the goal of the others. Return the number of failures."""
+    def train_missing(self) -> bool:
+        """Train the missing runs, DDP first, which sets the goal of the others. Return True if none has failed."""
         names = [name for name in self.names if name == BASELINE or self.options.only.search(name)]
-        runs = [Run(*run) for run in product(self.options.hosts, self.options.seeds, names)]
-        failed = [run for run in track(runs, "runs", console=Console(stderr=True)) if not self._train(run)]
-        for run in failed:
-            print(f"{run}: failed, see {self._file(run).with_suffix('.log')}", file=sys.stderr)
-        return len(failed)
+        keys = list(product(self.options.hosts, self.options.seeds, names))
+        outcomes = [self._run(key).train(self.options) for key in tracked(keys)]
+        return all(outcomes)
 
     def trained(self) -> list[Trained]:
         """Return the finished runs, DDP first."""
-        runs = [Run(*run) for run in product(self.options.hosts, self.options.seeds, self.names)]
-        found = ((run, self._curve(run)) for run in runs)
-        return [Trained(run.name, run.hosts, run.seed, curve) for run, curve in found if curve is not None]
+        keys = [key for key in product(self.options.hosts, self.options.seeds, self.names) if self._file(key).is_file()]
+        curves = ((key, self._run(key).curve()) for key in keys)
+        return [Trained(name, hosts, seed, curve) for (hosts, seed, name), curve in curves if curve is not None]
 
-    def _file(self, run: Run) -> Path:
-        path: Path = self.options.output_dir / f"{run.hosts}hosts" / f"seed{run.seed}" / f"{run.name}.json"
+    def _file(self, key: Key) -> Path:
+        hosts, seed, name = key
+        path: Path = self.options.output_dir / f"{hosts}hosts" / f"seed{seed}" / f"{name}.json"
         return path
 
-    def _job(self, run: Run, goal: Goal | None) -> Job:
-        options, file = self.options, self.files.get(run.name, NATIVE)
-        workload = self._workload(run, file)
-        ds_config = trained_as(file, run.seed) | {"train_micro_batch_size_per_gpu": workload.micro_batch}
-        batch_tokens = workload.micro_batch * workload.accumulation * run.hosts * options.seq_len
-        return Job(
+    def _run(self, key: Key) -> Run:
+        options, (hosts, seed, name) = self.options, key
+        file = self.files.get(name, NATIVE)
+        workload = self._workload(key, file)
+        ds_config = trained_as(file, seed) | {"train_micro_batch_size_per_gpu": workload.micro_batch}
+        batch_tokens = workload.micro_batch * workload.accumulation * hosts * options.seq_len
+        job = Job(
             workload=workload,
-            contender=Contender(run.name, run.name, ds_config if run.name in self.files else None),
+            contender=Contender(name, name, ds_config if name in self.files else None),
             native={key: ds_config[key] for key in ("optimizer", "scheduler")},
             start=round(START * options.steps),
-            steps=options.steps if run.name == BASELINE else options.longest,
+            steps=options.steps if name == BASELINE else options.longest,
             eval_every=options.eval_every,
             eval_batches=max(1, EVAL_TOKENS // batch_tokens),
             window=self.window,
             data=self.data,
-            goal=goal,
+            goal=None if name == BASELINE else self._goal(hosts, seed),
         )
+        return Run(job, hosts, self._file(key))
 
-    def _workload(self, run: Run, file: Path) -> Workload:
+    def _workload(self, key: Key, file: Path) -> Workload:
         """Return the common workload of all settings. DeepSpeed clips as `file` says, because Muon must not be clipped.
 
         Raises:
             ConfigError: `file` has another batch, precision or layout.
         """
-        sizes = {"micro_batch": self.options.micro_batch, "seq_len": self.options.seq_len, "seed": run.seed}
-        groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, run.hosts)
+        hosts, seed, _ = key
+        sizes = {"micro_batch": self.options.micro_batch, "seq_len": self.options.seq_len, "seed": seed}
+        groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, hosts)
         common = groups[0].workload
         if any(replace(group.workload, clipping=common.clipping) != common for group in groups):
             raise ConfigError(f"{file}: batch, precision or layout differ from {NATIVE}; use the same ones")
         return common
 
-    def _goal(self, run: Run) -> Goal | None:
-        """Return the last losses of DDP, or None for DDP itself."""
-        if run.name == BASELINE:
-            return None
-        curve = self._curve(replace(run, name=BASELINE))
+    def _goal(self, hosts: int, seed: int) -> Goal:
+        """Return the last losses of DDP.
+
+        Raises:
+            DataError: It is not trained yet.
+        """
+        curve = self._run((hosts, seed, BASELINE)).curve()
         if curve is None:
-            raise DataError(f"{run}: {BASELINE}, which sets the goal, is not trained yet; train it first")
+            raise DataError(
+                f"{hosts} hosts, seed {seed}: {BASELINE}, which sets the goal, is not trained; train it first"
+            )
         return goal_of(curve, self.window)
-
-    def _curve(self, run: Run) -> Curve | None:
-        """Return the curve of a finished run, or None. Raises DataError if it was made with other options."""
-        return finished(self._job(run, self._goal(run)), self._file(run)) if self._file(run).is_file() else None
-
-    def _train(self, run: Run) -> bool:
-        """Train the run unless it is finished. Return True on success."""
-        if self._curve(run) is not None:
-            return True
-        file = self._file(run)
-        print(f"{run}: {file.with_suffix('.log')}", flush=True)
-        return run_job(self._job(run, self._goal(run)), run.hosts, cache_dir(self.options), file)
-
-
-def trained_as(file: Path, seed: int) -> dict[str, Any]:
-    """Return the configuration with the study's schedule and seed.
-
-    Raises:
-        ConfigError: The configuration is adaptive, and chooses by the network.
-    """
-    ds_config = read_ds_config(str(file))
-    if parse_section(ds_config).adaptive is not None:
-        raise ConfigError(
-            f"{file}: /{SECTION}/adaptive chooses by the network, and there is none; write the settings that it chooses"
-        )
-    # A cosine from 1 to 1 is constant, and unlike WarmupLR it keeps the learning rate of each parameter group.
-    params = {"total_num_steps": 2 * RATE_WARMUP_STEPS, "warmup_num_steps": RATE_WARMUP_STEPS, "cos_min_ratio": 1.0}
-    schedule = {"type": "WarmupCosineLR", "params": params | {"warmup_type": "linear"}}
-    section = ds_config[SECTION] | {"seed": seed, "monitor": {"every": 1000}}
-    return ds_config | {"scheduler": schedule, SECTION: section}
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ STEPS = 6
 
 def options_of(directory: Path, model: Path) -> argparse.Namespace:
     arguments = ["--data", "none", "--output-dir", str(directory), "--model", str(model)]
-    return engines._options([*arguments, "--steps", str(STEPS), "--seq-len", "16"])
+    return engines.parse_options([*arguments, "--steps", str(STEPS), "--seq-len", "16"])
 
 
 def trained(rank: int, directory: Path, files: ToyFiles, kinds: list[str]) -> dict[str, Any]:
     gauges.join()
     options = options_of(directory, files.model)
-    curves = {kind: train(engines._job(options, kind, files.key), files.cache, Silent()) for kind in kinds}
+    curves = {kind: train(engines.job_of(options, kind, files.key), files.cache, Silent()) for kind in kinds}
     return {kind: (curve.train, curve.held_out[-1][1], curve.gradient_bytes) for kind, curve in curves.items()}
 
 

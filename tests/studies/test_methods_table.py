@@ -23,10 +23,10 @@ from deepspeed_compress.errors import DataError
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.training.data import open_cache, split_windows, step_starts
 from launch.studies import methods_lab, methods_table
+from launch.studies.harness import markdown, read_result
 from launch.studies.methods_lab import Rank, Spec, StepRecord, run, summarise, train
-from launch.studies.methods_plot import Point, draw, front
 from launch.studies.methods_settings import ADAM, SETTINGS
-from launch.studies.methods_table import cells, markdown, table_rows
+from launch.studies.methods_table import HEAD, cells, table_rows
 from tests.studies.toy import MODEL, ToyFiles
 from tests.support.sections import OF_WEIGHTS
 
@@ -220,7 +220,7 @@ def test_the_table_compares_equal_seeds() -> None:
     assert cells(rows[0]) == [
         "a", "4.000", "16.000", "2.4x", "21.000", "+2.00 ± 1.41 %", "2", "1.0", "2.0",
     ]  # fmt: skip
-    lines = markdown(rows).splitlines()
+    lines = markdown(HEAD, map(cells, rows)).splitlines()
     assert [line.count("|") for line in lines] == [10] * 4
     assert lines[3].startswith("| none | 32.000 | 16.000 | 1.0x |")
 
@@ -236,28 +236,13 @@ def test_without_a_baseline_of_the_seed_there_is_no_gap() -> None:
 
 def test_a_run_of_other_options_is_refused(lab: Lab, tmp_path: Path) -> None:
     file, spec = tmp_path / "seed0.json", lab.spec("demo-1%")
-    assert methods_table._read(file, spec) is None
+    assert read_result(file, "spec", spec) is None
     file.write_text(json.dumps({"spec": asdict(spec), "eval_loss": 1.5}))
-    found = methods_table._read(file, spec)
+    found = read_result(file, "spec", spec)
     assert found is not None
     assert found["eval_loss"] == 1.5
     with pytest.raises(DataError, match=r"seed0.json: made with another steps, seq_len; remove it"):
-        methods_table._read(file, replace(spec, steps=9, seq_len=8))
-
-
-def test_the_front_has_the_points_that_no_other_dominates() -> None:
-    points = [Point("a", 1, 5, 0), Point("b", 1, 4, 0), Point("c", 2, 4, 0), Point("d", 3, -1, 0), Point("e", 4, 0, 0)]
-    assert [point.name for point in front(points)] == ["b", "d"]
-
-
-def test_the_plot_names_every_point_and_those_without_a_finite_gap(tmp_path: Path) -> None:
-    crowd = [Point(f"setting{index}", 4.0, 0.1, 0.05) for index in range(9)]
-    files = [tmp_path / "plot.svg", tmp_path / "plot.png"]
-    draw({"left": crowd, "right": [Point("lost", 4.0, float("nan"), 0.0)]}, files)
-    # The letters of an SVG are outlines. The text is in a comment.
-    picture = files[0].read_text()
-    assert all(f"<!-- {text} -->" in picture for text in [*(p.name for p in crowd), "left", "no finite gap: lost"])
-    assert files[1].stat().st_size > 10_000
+        read_result(file, "spec", replace(spec, steps=9, seq_len=8))
 
 
 @pytest.mark.slow
@@ -275,7 +260,6 @@ def test_the_program_runs_missing_settings_and_names_failures(
     assert {file.parent.name for file in runs} == {"none", "int4"}
     written = (tmp_path / "table.md").read_text()
     assert len(written.splitlines()) == 4
-    assert {file.name for file in tmp_path.glob("table.*")} == {"table.md", "table.png", "table.svg"}
     assert methods_table.main([*arguments, "2", "--only", "^int4$"]) == 0
     assert (tmp_path / "table.md").read_text() == written
     assert {file: file.stat().st_mtime_ns for file in runs} == runs

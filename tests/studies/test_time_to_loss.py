@@ -15,7 +15,7 @@ from deepspeed_compress.tools.bench.options import PEERS as TIMED
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.output import Silent
 from launch.studies import time_to_loss
-from launch.studies.loss_curve import Curve, Goal, Job, train
+from launch.studies.loss_curve import Curve, Goal, Job, train, trained_as
 from launch.studies.time_table import StepTimes, Timed, Trained, outcomes, table
 from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
@@ -103,7 +103,7 @@ def test_an_adaptive_file_is_refused(tmp_path: Path) -> None:
     ds_config[SECTION]["adaptive"] = {}
     (tmp_path / "adaptive.json").write_text(json.dumps(ds_config))
     with pytest.raises(ConfigError, match="/deepspeed_compress/adaptive chooses by the network"):
-        time_to_loss.trained_as(tmp_path / "adaptive.json", 0)
+        trained_as(tmp_path / "adaptive.json", 0)
 
 
 def workload_with(changed: dict[str, Any], directory: Path) -> Workload:
@@ -111,8 +111,8 @@ def workload_with(changed: dict[str, Any], directory: Path) -> Workload:
     file = directory / "file.json"
     file.write_text(json.dumps(read_ds_config("configs/zero1_int4_weights.json") | changed))
     argv = ["--data", str(directory), "--output-dir", str(directory), "--configs", str(file), "--peers", "ddp"]
-    study = time_to_loss.Study(time_to_loss._options(argv), "key")
-    return study._workload(time_to_loss.Run(2, 0, "file"), file)
+    study = time_to_loss.Study(time_to_loss.parse_options(argv), "key")
+    return study._workload((2, 0, "file"), file)
 
 
 def test_peers_clip_even_if_a_file_does_not(tmp_path: Path) -> None:
