@@ -1,7 +1,6 @@
 """Reports of runs with islands, and of runs compared with a plain Trainer run."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,6 @@ def test_elastic_islands_show_all_exchanges_and_what_failed(tmp_path: Path) -> N
     assert found["exchanges between islands"] == "4"
     assert found["exchanges discarded"] == "1"
     assert found["time lost in exchanges that failed"] == "0.5 s"
-
-
-def test_exchanges_of_steps_outside_of_the_sample_count(tmp_path: Path) -> None:
-    [run] = load_runs(islands_run(tmp_path), None)
-    sampled = replace(run, files=replace(run.files, measured=10 * run.files.measured))
-    rows = {title: cells for title, *cells in table_rows([sampled])}
-    assert rows["exchanges between islands"] == ["40"]
 
 
 def test_runs_without_islands_do_not_mention_them(tmp_path: Path) -> None:
