@@ -199,11 +199,11 @@ def test_printable_escapes_control_characters_and_surrogates() -> None:
 
 def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path)
-    monkeypatch.setattr(run_files, "LARGEST_TEXT", 10_000)
+    monkeypatch.setattr(run_files, "LARGEST_TEXT", 100_000)
     for name in FILES:
         content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content + b" " * 10_000)
-        assert f"{name}: has more than 10,000 bytes" in read_both(tmp_path)
+        (tmp_path / name).write_bytes(content + b" " * 100_000)
+        assert f"{name}: has more than 100,000 bytes" in read_both(tmp_path)
         (tmp_path / name).write_bytes(content)
 
 
