@@ -50,14 +50,20 @@ TABLE = {
     "compression.compressors": allow("compression.kernels", "torch"),
     "compression.segments": allow("", "torch"),
     "compression.transforms": allow("compression.kernels compression.segments", "torch"),
-    "compression.codec": allow("compression.compressors.base compression.segments compression.transforms", "torch"),
+    "compression.batches": allow("compression.kernels compression.segments", "torch"),
+    "compression.codec": allow(
+        "compression.batches compression.compressors.base compression.kernels compression.segments "
+        "compression.transforms",
+        "torch",
+    ),
     "compression.layouts": allow("compression.segments", ""),
     "compression.residuals": allow(
-        "compression.compressors compression.kernels compression.layouts compression.segments compression.transforms",
+        "compression.batches compression.compressors compression.kernels compression.layouts compression.segments "
+        "compression.transforms",
         "torch",
     ),
     "compression.feedback": allow(
-        "compression.codec compression.kernels compression.residuals compression.segments", "torch"
+        "compression.batches compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
     "compression.residual_stores": allow("compression.residuals", ""),
     "compression.state_description": allow("errors safe_files compression.layouts compression.residuals", ""),
@@ -67,8 +73,8 @@ TABLE = {
         "torch safetensors",
     ),
     "collectives": allow(
-        "monitor compression.codec compression.compressors.base compression.feedback compression.kernels "
-        "compression.residuals compression.segments",
+        "monitor compression.batches compression.codec compression.compressors.base compression.feedback "
+        "compression.kernels compression.residuals compression.segments",
         "torch",
     ),
     "collectives.objects": allow("", "torch"),
@@ -383,8 +389,11 @@ def test_the_walk_sees_the_package() -> None:
     }
     source = (ROOT / "compression" / "feedback.py").read_text(encoding="utf-8")
     assert imports_of(source, f"{PACKAGE}.compression") == {
+        Import("compression.batches", True, False),
         Import("compression.codec", True, False),
+        Import("compression.kernels", True, False),
         Import("compression.kernels.forms", True, False),
+        Import("compression.kernels.tables", True, False),
         Import("compression.residuals", True, False),
         Import("compression.segments", True, False),
         Import("torch", False, False),

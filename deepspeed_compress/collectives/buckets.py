@@ -36,6 +36,14 @@ class Partition:
             assert 0 <= segment.owner < self.world_size, f"owner outside the group of {self.world_size}: {segment}"
             position += segment.numel
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash, which a dictionary needs in every step, and which takes time for many segments."""
+        return hash((self.segments, self.world_size))
+
     @cached_property
     def numel(self) -> int:
         return sum(segment.numel for segment in self.segments)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,6 +112,29 @@ class Link:
             return self.start([mine] * len(messages), messages, tag)
         return all_gather(self, messages)
 
+    def start_split(
+        self, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int], tag: int
+    ) -> PendingExchange:
+        """Do what `start` does with the messages of all ranks in one buffer.
+
+        `outgoing` (uint8) holds messages of `sent` bytes to the ranks of `group`, one after another, and `incoming`
+        receives messages of `received` bytes from them. This rank's own have no bytes.
+        """
+        if self.group.size() == 1:
+            return PendingExchange()
+        transport = _choose_transport(self.group, incoming.device)
+        if transport.start_split is not None:
+            return transport.start_split(self, outgoing, sent, incoming, received)
+        return transport.start(self, torch.split(outgoing, sent), torch.split(incoming, received), tag)
+
+    def all_gather_split(self, messages: Tensor, sizes: Sequence[int], tag: int) -> PendingExchange:
+        """Do what `all_gather` does with messages of `sizes` bytes in one buffer, which holds this rank's own."""
+        parts = torch.split(messages, list(sizes))
+        transport = _choose_transport(self.group, messages.device)
+        if transport.all_gather_split is None or self.group.size() == 1:
+            return self.all_gather(parts, tag)
+        return transport.all_gather_split(self, messages, parts)
+
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """Run `Link.start` and wait for it."""
@@ -146,6 +169,41 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     return PendingExchange([_Collective(work, [*incoming, *outgoing])])
 
 
+def _all_to_all_split(
+    link: Link, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int]
+) -> PendingExchange:
+    """Use the backend's all-to-all of parts of a buffer."""
+    work = link.group.alltoall_base(incoming, outgoing, received, sent)
+    return PendingExchange([_Collective(work, [incoming, outgoing])])
+
+
+def _all_gather_split(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> PendingExchange:
+    """Use the backend's all-gather into the `parts` of a buffer."""
+    work, *own = _gather_parts(link, messages, parts)
+    return PendingExchange([_Collective(work, [messages, *own])])
+
+
+def _gather_parts(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Start an all-gather of this rank's part of `messages`. Return its handle, and what else it writes."""
+    group, mine = link.group, parts[link.group.rank()]
+    if len({part.shape for part in parts}) == 1:
+        return (group._allgather_base(messages, mine),)
+    # The backend also writes this rank's own message.
+    own = torch.empty_like(mine)
+    outputs = [own if part is mine else part for part in parts]
+    return group.allgather([outputs], [mine]), own
+
+
+def _host_all_to_all(
+    link: Link, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int]
+) -> PendingExchange:
+    return PendingExchange([link.group.alltoall_base(incoming, outgoing, received, sent)])
+
+
+def _host_all_gather(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> PendingExchange:
+    return PendingExchange([_gather_parts(link, messages, parts)[0]])
+
+
 def _all_gather(link: Link, messages: Sequence[Tensor]) -> PendingExchange:
     """Use the backend's all-gather, which is matched by call order.
 
@@ -175,18 +233,27 @@ class _Transport:
     Attributes:
         start: starts an exchange of one message between every pair of ranks.
         all_gather: starts to send one message to all ranks; None to use `start`.
+        start_split: starts an exchange of messages in one buffer; None to use `start`.
+        all_gather_split: starts to send one message of a buffer to all ranks; None to use `all_gather`.
     """
 
     start: Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
     all_gather: Callable[[Link, Sequence[Tensor]], PendingExchange] | None = None
+    start_split: Callable[[Link, Tensor, list[int], Tensor, list[int]], PendingExchange] | None = None
+    all_gather_split: Callable[[Link, Tensor, Sequence[Tensor]], PendingExchange] | None = None
 
 
 _BY_DEVICE: Mapping[str, _Transport] = {
     "cpu": _Transport(_point_to_point),
-    "cuda": _Transport(_all_to_all, _all_gather),
+    "cuda": _Transport(_all_to_all, _all_gather, _all_to_all_split, _all_gather_split),
 }
+_MIRROR = _Transport(_point_to_point, None, _host_all_to_all, _host_all_gather)
+"""Transport of a mirror on the host: it has no connections, whose number would limit the number of its ranks."""
 
 
 def _choose_transport(group: ProcessGroup, device: torch.device) -> _Transport:
-    gloo_on_gpu = device.type == "cuda" and group.name() == "gloo"
-    return _Transport(_staged) if gloo_on_gpu else _BY_DEVICE[device.type]
+    if device.type == "cuda" and group.name() == "gloo":
+        return _Transport(_staged)
+    if device.type == "cpu" and group.name() == "mirror":
+        return _MIRROR
+    return _BY_DEVICE[device.type]

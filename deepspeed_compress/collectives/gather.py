@@ -7,7 +7,8 @@ without a residual.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -17,11 +18,12 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.collectives.messages import MessageLayout, Messages, Piece, layouts_of_parts
+from deepspeed_compress.collectives.messages import Messages, Piece, RankLayout, layouts_of_parts
 from deepspeed_compress.collectives.reducer import LEVELS, MessageCounter, Run
 from deepspeed_compress.compression.codec import Codec
-from deepspeed_compress.compression.compressors.base import message_key
-from deepspeed_compress.compression.segments import contiguous_view, elements, scatter
+from deepspeed_compress.compression.compressors.base import random_key
+from deepspeed_compress.compression.kernels.tables import Keys
+from deepspeed_compress.compression.segments import elements
 
 EXACT = 0
 """Channel of uncompressed parameters. It sends the master weights rounded to the dtype of the held weights."""
@@ -35,10 +37,10 @@ _SMALL_CHUNK, _ROUND_NUMEL = 1 << 20, 1 << 27
 
 @dataclass(frozen=True)
 class _Round:
-    """Messages in progress, by owner."""
+    """Messages in progress: those of all owners, one after another."""
 
-    layout: MessageLayout
-    messages: Sequence[Tensor]
+    layout: RankLayout
+    messages: Tensor
     exchange: PendingExchange
 
 
@@ -85,7 +87,8 @@ class DifferenceGather:
         self._numels = [sum(segment.numel for segment in part) for part in parts]
         # The largest share determines the number of rounds, because a rank sends its share.
         rounds = -(-max(self._numels) // self._chunk)
-        self._layouts = layouts_of_parts(messages, ordered, rounds)
+        layouts = layouts_of_parts(messages, ordered, rounds)
+        self._layouts = [RankLayout(messages, layout, self._rank) for layout in layouts]
 
     @property
     def numel(self) -> int:
@@ -107,7 +110,7 @@ class DifferenceGather:
         return {
             segment.parameter: number
             for number, layout in enumerate(self._layouts)
-            for pieces in layout.pieces
+            for pieces in layout.layout.pieces
             for piece in pieces
             for segment in piece.segments
         }
@@ -155,22 +158,27 @@ class DifferenceGather:
         # In pieces, because NCCL's all-gather copies what it receives. They are not numbered: random numbers must not
         # depend on how often weights were saved.
         for begin in range(0, max(self._numels), self._chunk):
-            exchange = self._start([part[begin : begin + self._chunk].view(torch.uint8) for part in parts], 0)
+            messages = [part[begin : begin + self._chunk].view(torch.uint8) for part in parts]
+            with self._sending(messages[self._rank].numel(), held.device):
+                exchange = Link(self.group).all_gather(messages, LEVELS - 1)
             self._wait(exchange, held.device)
 
-    def _send(self, held: Tensor, master: Tensor, layout: MessageLayout, first_tag: int = 0) -> _Round:
+    def _send(self, held: Tensor, master: Tensor, layout: RankLayout, first_tag: int = 0) -> _Round:
         """Encode this rank's message of a round and start the exchange."""
-        number, meter, rank = self._counter.next(), self.run.meter, self._rank
-        messages = [held.new_empty(size, dtype=torch.uint8) for size in layout.sizes]
+        number, meter, run = self._counter.next(), self.run.meter, self.run
+        sizes = layout.layout.sizes
+        messages = held.new_empty(sum(sizes), dtype=torch.uint8)
+        mine, keys = messages[layout.place], Keys(random_key(run.seed, run.clock.step, _LEVEL, number), self._rank)
         with meter.phase("compress", held.device):
-            for piece in layout.pieces[rank]:
-                key = message_key((self.run.seed, self.run.clock.step, _LEVEL, number, rank, piece.channel), rank)
+            for piece in layout.pieces:
                 difference = self._target(held, master, piece) - _base(held, piece)
-                out = messages[rank][piece.begin : piece.end]
+                out, key = mine[piece.begin : piece.end], keys.of(self._rank, piece.channel)
                 self._codec(piece).encode(difference, piece.segments, out, key)
-        exact = sum(piece.numel for piece in layout.pieces[rank]) * held.itemsize
-        meter.count("bytes_weights_saved", (exact - messages[rank].numel()) * (len(messages) - 1))
-        return _Round(layout, messages, self._start(messages, first_tag + number))
+        exact = layout.numel * held.itemsize
+        meter.count("bytes_weights_saved", (exact - layout.size) * (len(sizes) - 1))
+        with self._sending(layout.size, held.device):
+            tag = (first_tag + number) * LEVELS + LEVELS - 1
+            return _Round(layout, messages, Link(self.group).all_gather_split(messages, sizes, tag))
 
     def _codec(self, piece: Piece) -> Codec:
         return self.messages.channels[piece.channel].codec
@@ -182,14 +190,14 @@ class DifferenceGather:
         target = elements(master, segments).to(held.device)
         return target.to(held.dtype).to(torch.float32) if piece.channel == EXACT else target
 
-    def _start(self, messages: Sequence[Tensor], number: int) -> PendingExchange:
-        """Send this rank's message to all others and start to receive `messages[r]` from every rank r."""
-        mine = messages[self._rank]
-        size = mine.numel() * (len(messages) - 1)
-        self.run.meter.count("bytes_weights", size)
-        with self.run.meter.phase("communicate", mine.device):
-            self.run.wait_to_send(size)
-            return Link(self.group).all_gather(messages, number * LEVELS + LEVELS - 1)
+    @contextmanager
+    def _sending(self, size: int, device: torch.device) -> Iterator[None]:
+        """Count the bytes of the message that the block sends to all others, after waiting for the rate limit."""
+        total = size * (self.group.size() - 1)
+        self.run.meter.count("bytes_weights", total)
+        with self.run.meter.phase("communicate", device):
+            self.run.wait_to_send(total)
+            yield
 
     def _wait(self, exchange: PendingExchange, device: torch.device) -> None:
         with self.run.meter.phase("communicate", device):
@@ -199,13 +207,12 @@ class DifferenceGather:
         """Wait for the messages of a round and add them to the weights."""
         self._wait(sent.exchange, held.device)
         with self.run.meter.phase("decompress", held.device):
-            for payload, pieces in zip(sent.messages, sent.layout.pieces, strict=True):
-                for piece in pieces:
-                    view = None if piece.channel == EXACT else contiguous_view(held, piece.segments)
-                    values, encoded = _base(held, piece) if view is None else view, payload[piece.begin : piece.end]
-                    self._codec(piece).decode_add([encoded], piece.segments, values, 1.0)
-                    if view is None:
-                        scatter(values, piece.segments, held)
+            for index, batch in (*sent.layout.gathered_own, *sent.layout.gathered):
+                codec, is_exact = self.messages.channels[index].codec, index == EXACT
+                x, at = batch.place(held) if is_exact else batch.read(held, flat=not codec.is_plain)
+                codec.decode_all(sent.messages, batch, x, at, add=not is_exact)
+                if x is not held:
+                    batch.scatter(x, held)
 
 
 @dataclass(frozen=True)

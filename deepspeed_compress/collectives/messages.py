@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 from deepspeed_compress.collectives.buckets import Partition, cut
+from deepspeed_compress.compression.batches import Batch, Part
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
 from deepspeed_compress.compression.residuals import Residuals
@@ -72,6 +75,90 @@ class MessageLayout:
     pieces: tuple[tuple[Piece, ...], ...]
     sizes: tuple[int, ...]
     numels: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RankLayout:
+    """A message layout as `rank` uses it, with the batches that it encodes and decodes.
+
+    Channels that are equal share a batch. Batches have numbers of channels, which stand for all that are equal.
+    """
+
+    messages: Messages
+    layout: MessageLayout
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes of the message of the elements that this rank owns."""
+        return self.layout.sizes[self.rank]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements that this rank owns."""
+        return self.layout.numels[self.rank]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return the pieces of the message of the elements that this rank owns."""
+        return self.layout.pieces[self.rank]
+
+    @cached_property
+    def own(self) -> tuple[Segment, ...]:
+        """Return the segments that this rank owns, in the order of its message."""
+        return tuple(segment for piece in self.pieces for segment in piece.segments)
+
+    @cached_property
+    def outgoing_sizes(self) -> list[int]:
+        """Return the sizes of the messages to all owners, of which this rank has none to itself."""
+        return [size if owner != self.rank else 0 for owner, size in enumerate(self.layout.sizes)]
+
+    @cached_property
+    def incoming_sizes(self) -> list[int]:
+        """Return the sizes of the messages of all ranks about the elements that this rank owns."""
+        return [self.size if source != self.rank else 0 for source in range(len(self.layout.sizes))]
+
+    @cached_property
+    def outgoing(self) -> tuple[tuple[int, Batch], ...]:
+        """Return (channel, batch) of the messages to other owners, which follow one another."""
+        return self._batches(self._others, self.outgoing_sizes)
+
+    @cached_property
+    def gathered(self) -> tuple[tuple[int, Batch], ...]:
+        """Return (channel, batch) of the messages of other owners among those of all owners."""
+        return self._batches(self._others, self.layout.sizes)
+
+    @cached_property
+    def gathered_own(self) -> tuple[tuple[int, Batch], ...]:
+        """Return (channel, batch) of this rank's message among those of all owners."""
+        return self._batches([self.rank], self.layout.sizes)
+
+    @cached_property
+    def place(self) -> slice:
+        """Return the place of this rank's message among those of all owners."""
+        begin = sum(self.layout.sizes[: self.rank])
+        return slice(begin, begin + self.size)
+
+    @property
+    def _others(self) -> list[int]:
+        return [owner for owner in range(len(self.layout.sizes)) if owner != self.rank]
+
+    def _batches(self, owners: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, Batch], ...]:
+        begins, first_equal = list(accumulate(sizes, initial=0)), _first_equal(self.messages.channels)
+        parts: dict[int, list[Part]] = {}
+        for owner in owners:
+            for piece in self.layout.pieces[owner]:
+                begin, end = begins[owner] + piece.begin, begins[owner] + piece.end
+                part = Part(piece.segments, piece.numel, begin, end, owner, piece.channel)
+                parts.setdefault(first_equal[piece.channel], []).append(part)
+        channels = self.messages.channels
+        return tuple((index, Batch(found, channels[index].codec.alignment)) for index, found in sorted(parts.items()))
+
+
+def _first_equal(channels: Sequence[Channel]) -> list[int]:
+    """Return the index of the first equal channel of each of `channels`. Channel 0 equals no other."""
+    known: dict[tuple[Channel, bool], int] = {}
+    return [known.setdefault((channel, index == 0), index) for index, channel in enumerate(channels)]
 
 
 def make_layouts(messages: Messages, partition: Partition, rounds: int = 1) -> tuple[MessageLayout, ...]:

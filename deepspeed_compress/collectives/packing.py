@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.messages import Channel, MessageLayout, Messages, Piece
+from deepspeed_compress.collectives.messages import Channel, Messages, Piece, RankLayout
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.compression.compressors.base import message_key
-from deepspeed_compress.compression.segments import contiguous_view, elements, scatter
+from deepspeed_compress.compression.batches import Batch
+from deepspeed_compress.compression.compressors.base import random_key
+from deepspeed_compress.compression.kernels.tables import Keys
+from deepspeed_compress.compression.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -28,81 +30,81 @@ class Packer:
     rank: int
     sender: int
 
-    def pack(self, bucket: Tensor, layout: MessageLayout, owner: int, number: int) -> Tensor:
-        """Return the message of this rank's values of the elements of `owner`: uint8 [layout.sizes[owner]]."""
-        payload = new_message(bucket.device, layout.sizes[owner])
-        for piece in layout.pieces[owner]:
-            channel, key = self._channel(piece), self._key(number, owner, piece, self.sender)
-            x = channel.codec.coefficients(elements(bucket, piece.segments), piece.segments)
-            channel.feedback.encode(x, piece.segments, payload[piece.begin : piece.end], key, channel.codec)
-        return payload
+    def pack(self, bucket: Tensor, layout: RankLayout, number: int) -> Tensor:
+        """Return the messages of this rank's values of the elements of all other owners, one after another: uint8."""
+        out, keys = new_message(bucket.device, sum(layout.outgoing_sizes)), self._keys(number, self.sender)
+        for index, batch in layout.outgoing:
+            channel = self.messages.channels[index]
+            x, at = batch.read(bucket, flat=not channel.codec.is_plain)
+            x = channel.codec.coefficients_all(x, at, batch)
+            channel.feedback.encode_all(x, at, batch, out, keys, channel.codec)
+        return out
 
-    def pack_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> Tensor:
-        """Return the message of the elements that this rank owns: uint8 [layout.sizes[rank]].
+    def pack_owned(self, total: Tensor, layout: RankLayout, number: int, in_basis: bool, out: Tensor) -> None:
+        """Write the message of the elements that this rank owns to `out`: uint8 [layout.size].
 
         `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
         """
-        payload = new_message(total.device, layout.sizes[self.rank])
-        for piece in layout.pieces[self.rank]:
-            # Keyed by the rank, not by the sender: what an owner sends back is the same on every node.
-            channel, key = self._channel(piece), self._key(number, self.rank, piece, self.rank)
+        # Keyed by the rank, not by the sender: what an owner sends back is the same on every node.
+        keys = self._keys(number, self.rank)
+        for piece in layout.pieces:
+            channel, key = self._channel(piece), keys.of(self.rank, piece.channel)
             x = _part(total, piece)
             x = x if in_basis else channel.codec.coefficients(x, piece.segments)
-            channel.mean_feedback.encode(x, piece.segments, payload[piece.begin : piece.end], key, channel.codec)
-        return payload
+            channel.mean_feedback.encode(x, piece.segments, out[piece.begin : piece.end], key, channel.codec)
 
-    def unpack(self, payload: Tensor, pieces: Sequence[Piece], bucket: Tensor) -> None:
-        """Write the message of an owner into the segments of `bucket` that it owns."""
-        for piece in pieces:
-            view = contiguous_view(bucket, piece.segments)
-            total = bucket.new_empty(piece.numel, dtype=torch.float32) if view is None else view
-            self._channel(piece).codec.decode([payload[piece.begin : piece.end]], piece.segments, total, 1.0)
-            delivered = self._delivered(total, piece)
-            if delivered is not view:
-                scatter(delivered, piece.segments, bucket)
+    def unpack(self, payload: Tensor, batches: Sequence[tuple[int, Batch]], bucket: Tensor) -> None:
+        """Write the messages of owners, of which `payload` holds those of all, into their segments of `bucket`."""
+        for index, batch in batches:
+            channel = self.messages.channels[index]
+            x, at = batch.place(bucket, flat=not channel.codec.is_plain)
+            channel.codec.decode_all(payload, batch, x, at)
+            for part, total in batch.views(x, at) if channel.spread is not None else ():
+                total.copy_(self._delivered(total, channel, part.segments))
+            if x is not bucket:
+                batch.scatter(x, bucket)
 
     def sum(
-        self, local: Tensor, payloads: Sequence[Tensor], layout: MessageLayout, number: int, scale: float, deliver: bool
+        self, local: Tensor, payloads: Tensor, layout: RankLayout, number: int, scale: float, deliver: bool
     ) -> None:
         """Overwrite `local` by `scale` times the sum of this rank's elements, fp32.
 
         Args:
             local: this rank's values in message order.
-            payloads: messages of the other ranks, which are added in this order.
+            payloads: messages of the other ranks, which are added in this order: uint8 [others, layout.size].
             layout: layout of the messages.
             number: number of the messages.
             scale: factor of the sum.
             deliver: compute elements for the optimizer; otherwise, compute coefficients for `pack_owned`.
         """
-        for piece in layout.pieces[self.rank]:
-            own, parts = _part(local, piece), [payload[piece.begin : piece.end] for payload in payloads]
+        for piece in layout.pieces:
+            own, parts, channel = _part(local, piece), payloads[:, piece.begin : piece.end], self._channel(piece)
             if deliver:
-                own.copy_(self._delivered(self._sum_elements(own, parts, piece, number, scale), piece))
+                total = self._sum_elements(own, parts, piece, number, scale)
+                own.copy_(self._delivered(total, channel, piece.segments))
             else:
                 own.copy_(self._sum_coefficients(own, parts, piece, number, scale))
 
-    def _sum_elements(self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float) -> Tensor:
+    def _sum_elements(self, own: Tensor, parts: Tensor, piece: Piece, number: int, scale: float) -> Tensor:
         """Return `scale` times the sum of `own`, which is overwritten, and the `parts` of the other ranks."""
         codec = self._channel(piece).codec
-        exact, parts = self._own_part(own, parts, piece, number)
+        exact, encoded = self._own_part(own, parts, piece, number)
         if exact is None:
-            codec.decode(parts, piece.segments, own, scale)
+            codec.decode(encoded, piece.segments, own, scale)
             return own
-        codec.decode_add(parts, piece.segments, exact.mul_(scale), scale)
+        codec.decode_add(encoded, piece.segments, exact.mul_(scale), scale)
         return exact
 
-    def _sum_coefficients(
-        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float
-    ) -> Tensor:
+    def _sum_coefficients(self, own: Tensor, parts: Tensor, piece: Piece, number: int, scale: float) -> Tensor:
         """Return the coefficients of the sum that `_sum_elements` describes."""
         codec = self._channel(piece).codec
-        exact, parts = self._own_part(own, parts, piece, number)
+        exact, encoded = self._own_part(own, parts, piece, number)
         total = own.zero_() if exact is None else codec.coefficients(exact.mul_(scale), piece.segments)
-        codec.add_coefficients(parts, total, scale)
+        codec.add_coefficients(encoded, total, scale)
         return total
 
     def _own_part(
-        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int
+        self, own: Tensor, parts: Tensor, piece: Piece, number: int
     ) -> tuple[Tensor | None, Sequence[Tensor]]:
         """Return this rank's exact contribution to a part, and the messages to add to it.
 
@@ -111,21 +113,22 @@ class Packer:
         channel, segments = self._channel(piece), piece.segments
         exact = channel.feedback.keep(own, segments, channel.codec)
         if exact is not None:
-            return exact, parts
-        mine, key = new_message(own.device, piece.end - piece.begin), self._key(number, self.rank, piece, self.sender)
+            return exact, [parts]
+        mine = new_message(own.device, piece.end - piece.begin)
+        key = self._keys(number, self.sender).of(self.rank, piece.channel)
         channel.feedback.encode(channel.codec.coefficients(own, segments), segments, mine, key, channel.codec)
-        return None, [mine, *parts]
+        return None, [mine, parts]
 
     def _channel(self, piece: Piece) -> Channel:
         return self.messages.channels[piece.channel]
 
-    def _key(self, number: int, owner: int, piece: Piece, sender: int) -> int:
-        run, level = self.run, self.messages.level
-        return message_key((run.seed, run.clock.step, level, number, owner, piece.channel), sender)
+    def _keys(self, number: int, sender: int) -> Keys:
+        run = self.run
+        return Keys(random_key(run.seed, run.clock.step, self.messages.level, number), sender)
 
-    def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
-        spread = self._channel(piece).spread
-        return total if spread is None else spread.deliver(total, piece.segments, self.run.clock.step)
+    def _delivered(self, total: Tensor, channel: Channel, segments: Sequence[Segment]) -> Tensor:
+        spread = channel.spread
+        return total if spread is None else spread.deliver(total, segments, self.run.clock.step)
 
 
 def new_message(device: torch.device, size: int = 0) -> Tensor:

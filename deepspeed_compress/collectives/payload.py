@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.collectives.messages import MessageLayout, Messages, Piece, Transfer, make_layouts
+from deepspeed_compress.collectives.messages import Messages, RankLayout, Transfer, make_layouts
 from deepspeed_compress.collectives.packing import Packer, new_message
 from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, LEVELS, MessageCounter, Pending, Run, reduce_at_once
+from deepspeed_compress.compression.batches import Batch
 from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
@@ -27,10 +28,10 @@ from deepspeed_compress.compression.segments import Segment, elements, gather, s
 class _Round:
     """Messages of one layout in progress, whose tensors are kept alive. `number` is the message number."""
 
-    layout: MessageLayout
+    layout: RankLayout
     number: int
-    outgoing: Sequence[Tensor]
-    incoming: Sequence[Tensor]
+    outgoing: Tensor
+    incoming: Tensor
     exchange: PendingExchange
 
 
@@ -44,12 +45,10 @@ class _PendingSums:
 
     @property
     def own(self) -> list[Segment]:
-        rank = self.reducer.group.rank()
-        return [segment for sent in self.rounds for segment in _segments(sent.layout.pieces[rank])]
+        return [segment for sent in self.rounds for segment in sent.layout.own]
 
     def finish(self, local: Tensor) -> Tensor:
-        rank = self.reducer.group.rank()
-        parts = torch.split(local, [sent.layout.numels[rank] for sent in self.rounds])
+        parts = torch.split(local, [sent.layout.numel for sent in self.rounds])
         for part, sent in zip(parts, self.rounds, strict=True):
             self.reducer.sum(part, sent, self.scale, deliver=True)
         return local
@@ -92,7 +91,7 @@ class PendingMeans:
         """Wait for the parts of the other ranks, and send the means that this rank owns to all ranks."""
         # One at a time: the mean of a round is sent before the parts of the next round are waited for.
         for sent, number in zip(self.parts[len(self.means) :], self.numbers[len(self.means) :], strict=True):
-            own = elements(self.bucket, self.reducer.owned(sent.layout))
+            own = elements(self.bucket, sent.layout.own)
             mean = self.reducer.sum(own, sent, self.scale, deliver=False)
             self.means.append(self.reducer.send_owned(mean, sent.layout, number, in_basis=True))
 
@@ -128,7 +127,7 @@ class PayloadReducer:
         self._rank: int = link.group.rank()
         self._packer = Packer(messages, run, self._rank, self._rank if link.sender is None else link.sender)
         # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
-        self._layouts = lru_cache(maxsize=LAYOUTS)(partial(_make_layouts, messages, chunk_numel))
+        self._layouts = lru_cache(maxsize=LAYOUTS)(partial(_make_layouts, messages, chunk_numel, self._rank))
 
     @property
     def group(self) -> ProcessGroup:
@@ -145,7 +144,7 @@ class PayloadReducer:
         other._counter = self._counter
         return other
 
-    def layouts(self, partition: Partition) -> tuple[MessageLayout, ...]:
+    def layouts(self, partition: Partition) -> tuple[RankLayout, ...]:
         """Return the message layouts for `partition`, one per round."""
         return self._layouts(partition)
 
@@ -169,26 +168,22 @@ class PayloadReducer:
         """Return `count` message numbers, from `first` on or, if that is None, the next ones."""
         return [self._counter.next() for _ in range(count)] if first is None else range(first, first + count)
 
-    def _send_parts(self, bucket: Tensor, layout: MessageLayout, number: int) -> _Round:
+    def _send_parts(self, bucket: Tensor, layout: RankLayout, number: int) -> _Round:
         """Encode this rank's contribution to every other owner's elements and start the exchange."""
-        ranks = range(len(layout.sizes))
         with self.run.meter.phase("compress", bucket.device):
-            outgoing = [
-                self._packer.pack(bucket, layout, owner, number) if owner != self._rank else new_message(bucket.device)
-                for owner in ranks
-            ]
-        sizes = [layout.sizes[self._rank] if source != self._rank else 0 for source in ranks]
-        incoming = [new_message(bucket.device, size) for size in sizes]
-        with self._sending(outgoing):
-            exchange = self.link.start(outgoing, incoming, self._tag(number))
+            outgoing = self._packer.pack(bucket, layout, number)
+        incoming = new_message(bucket.device, sum(layout.incoming_sizes))
+        with self._sending(outgoing.numel(), bucket.device):
+            exchange = self.link.start_split(
+                outgoing, layout.outgoing_sizes, incoming, layout.incoming_sizes, self._tag(number)
+            )
         return _Round(layout, number, outgoing, incoming, exchange)
 
     @contextmanager
-    def _sending(self, outgoing: Sequence[Tensor]) -> Iterator[None]:
-        """Count the messages that the block sends to other ranks, after waiting for the rate limit."""
-        size = sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
+    def _sending(self, size: int, device: torch.device) -> Iterator[None]:
+        """Count the bytes that the block sends to other ranks, after waiting for the rate limit."""
         self.run.meter.count(self.traffic, size)
-        with self.run.meter.phase("communicate", outgoing[0].device):
+        with self.run.meter.phase("communicate", device):
             if self.messages.level != INSIDE_LEVEL:
                 self.run.wait_to_send(size)
             yield
@@ -245,38 +240,35 @@ class PayloadReducer:
         layouts = self.layouts(partition)
         if self.traffic == "bytes_weights":
             exact = sum(segment.numel for segment in partition.owned_by(self._rank)) * bucket.itemsize
-            sent = sum(layout.sizes[self._rank] for layout in layouts)
+            sent = sum(layout.size for layout in layouts)
             self.run.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
         rounds = [
-            self.send_owned(elements(bucket, self.owned(layout)), layout, self._counter.next(), in_basis=False)
+            self.send_owned(elements(bucket, layout.own), layout, self._counter.next(), in_basis=False)
             for layout in layouts
         ]
         return PendingGather(self, bucket, rounds)
 
-    def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> _Round:
+    def send_owned(self, total: Tensor, layout: RankLayout, number: int, in_basis: bool) -> _Round:
         """Start to send the elements that this rank owns to all ranks. For `total`, see `Packer.pack_owned`."""
+        sizes = layout.layout.sizes
+        incoming = new_message(total.device, sum(sizes))
         with self.run.meter.phase("compress", total.device):
-            mine = self._packer.pack_owned(total, layout, number, in_basis)
-        incoming = [new_message(total.device, size) for size in layout.sizes]
-        incoming[self._rank] = mine
-        outgoing = [mine] * len(incoming)
-        with self._sending(outgoing):
-            exchange = self.link.all_gather(incoming, self._tag(number))
-        return _Round(layout, number, outgoing, incoming, exchange)
+            self._packer.pack_owned(total, layout, number, in_basis, incoming[layout.place])
+        with self._sending(layout.size * (len(sizes) - 1), total.device):
+            exchange = self.link.all_gather_split(incoming, sizes, self._tag(number))
+        return _Round(layout, number, incoming, incoming, exchange)
 
     def take(self, bucket: Tensor, sent: _Round) -> None:
         """Wait for a round of an all-gather and write it into `bucket`."""
-        owners = [owner for owner in range(len(sent.layout.pieces)) if owner != self._rank]
         # This rank's own message is decoded while the others are on their way.
-        self._unpack(bucket, sent, [self._rank])
+        self._unpack(bucket, sent, sent.layout.gathered_own)
         self._receive(sent, bucket.device)
-        self._unpack(bucket, sent, owners)
+        self._unpack(bucket, sent, sent.layout.gathered)
         sent.exchange.finish()
 
-    def _unpack(self, bucket: Tensor, sent: _Round, owners: Sequence[int]) -> None:
+    def _unpack(self, bucket: Tensor, sent: _Round, batches: Sequence[tuple[int, Batch]]) -> None:
         with self.run.meter.phase("decompress", bucket.device):
-            for owner in owners:
-                self._packer.unpack(sent.incoming[owner], sent.layout.pieces[owner], bucket)
+            self._packer.unpack(sent.incoming, batches, bucket)
 
     def _receive(self, sent: _Round, device: torch.device) -> None:
         """Wait until the messages of a round have arrived."""
@@ -289,30 +281,26 @@ class PayloadReducer:
         Messages are added in the order of ranks.
         """
         self._receive(sent, local.device)
-        payloads = [message for source, message in enumerate(sent.incoming) if source != self._rank]
+        payloads = sent.incoming.view(self.group.size() - 1, sent.layout.size)
         with self.run.meter.phase("decompress", local.device):
             self._packer.sum(local, payloads, sent.layout, sent.number, scale, deliver)
         sent.exchange.finish()
         return local
 
-    def owned(self, layout: MessageLayout) -> list[Segment]:
-        """Return the segments of a bucket that this rank owns, in the order of its message."""
-        return list(_segments(layout.pieces[self._rank]))
-
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
-        return (Transfer(self.messages, self.layouts(partition), self._rank, everywhere),)
+        layouts = tuple(one.layout for one in self.layouts(partition))
+        return (Transfer(self.messages, layouts, self._rank, everywhere),)
 
     def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
         return ()
 
 
-def _make_layouts(messages: Messages, chunk_numel: int | None, partition: Partition) -> tuple[MessageLayout, ...]:
+def _make_layouts(
+    messages: Messages, chunk_numel: int | None, rank: int, partition: Partition
+) -> tuple[RankLayout, ...]:
     rounds = -(-partition.numel // chunk_numel) if chunk_numel else 1
-    return make_layouts(messages, partition, max(1, rounds))
-
-
-def _segments(pieces: Sequence[Piece]) -> Iterator[Segment]:
-    return (segment for piece in pieces for segment in piece.segments)
+    layouts = make_layouts(messages, partition, max(1, rounds))
+    return tuple(RankLayout(messages, layout, rank) for layout in layouts)
 
 
 def _scale_alone(bucket: Tensor, scale: float) -> None:

@@ -7,9 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, FusedFeedback, FusedSum
+from deepspeed_compress.compression.batches import Batch
+from deepspeed_compress.compression.compressors.base import Compressor, FusedFeedback, ManyMessages
+from deepspeed_compress.compression.kernels.tables import FIRST, single
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.compression.transforms import Identity, Transform
+from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
+
+_ALIGNMENT = 16
+"""Number of elements whose multiples are the first elements of messages, so that programs load 16 bytes at once."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,27 @@ class Codec:
         return self.compressor if isinstance(self.compressor, FusedFeedback) else None
 
     @cached_property
-    def _fused_sum(self) -> FusedSum | None:
-        return self.compressor if isinstance(self.compressor, FusedSum) else None
+    def many(self) -> ManyMessages | None:
+        """Compressor that encodes all messages of a batch at once; None if they are encoded one after another.
+
+        Sparsifiers select within a message, and row quantizers are plain torch on rows of one message. The tiles of a
+        DCT depend on where the segments of a message are cut.
+        """
+        return None if isinstance(self.transform, DCT) else self._many
+
+    @cached_property
+    def _many(self) -> ManyMessages | None:
+        return self.compressor if isinstance(self.compressor, ManyMessages) else None
+
+    @property
+    def alignment(self) -> int:
+        """Return the number whose multiples are the first elements of messages in a batch."""
+        return self.transform.block_size if isinstance(self.transform, Hadamard) else _ALIGNMENT
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if elements are compressed as they are."""
+        return isinstance(self.transform, Identity)
 
     def coefficients(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Return the coefficients of `x` (flat fp32, the elements of `segments`, not changed); may be `x` itself."""
@@ -61,35 +85,64 @@ class Codec:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""
         self.compressor.compress(self.coefficients(x, segments), out, key)
 
-    def add_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
-        """Add `scale` times the sum of the decoded `payloads`, in their order, to `out` (flat fp32 coefficients)."""
-        if self._fused_sum is not None:
-            self._fused_sum.decompress_sum(payloads, out, scale, add=True)
-            return
-        for payload in payloads:
-            self.compressor.decompress_add(payload, out, scale)
+    def coefficients_all(self, x: Tensor, at: int, batch: Batch) -> Tensor:
+        """Return the coefficients of all messages of `batch`, in the places that `x` has them; may be `x` itself."""
+        if isinstance(self.transform, Hadamard):
+            return self.transform.forward_all(x, batch.table)
+        if not self.is_plain:
+            coefficients = torch.empty_like(x)
+            for (part, elements), (_, out) in zip(batch.views(x, at), batch.views(coefficients, at), strict=True):
+                out.copy_(self.transform.forward(elements, part.segments))
+            return coefficients
+        return x
 
-    def _set_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> Tensor:
-        """Overwrite `out` with what `add_coefficients` would add to it, and return it."""
-        if self._fused_sum is not None:
-            self._fused_sum.decompress_sum(payloads, out, scale, add=False)
+    def decode_all(self, payload: Tensor, batch: Batch, out: Tensor, at: int, add: bool = False) -> None:
+        """Set the elements of `out` to the decoded messages in `payload` (uint8), or `add` these.
+
+        `out` is flat fp32. Elements lie where column `at` of the table says: at `FIRST` unless the codec `is_plain`.
+        """
+        if self.many is None:
+            for part, elements in batch.views(out, at):
+                decode = self.decode_add if add else self.decode
+                decode([payload[part.begin : part.end]], part.segments, elements, 1.0)
+        elif isinstance(self.transform, Hadamard):
+            coefficients = batch.new_flat(out)
+            self.many.decompress_all(payload.unsqueeze(0), batch.table, coefficients, FIRST, 1.0, add=False)
+            decoded = self.transform.inverse_all(coefficients, batch.table)
+            out.add_(decoded) if add else out.copy_(decoded)
         else:
-            self.add_coefficients(payloads, out.zero_(), scale)
-        return out
+            self.many.decompress_all(payload.unsqueeze(0), batch.table, out, at, 1.0, add)
+
+    def add_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool = True) -> None:
+        """Add `scale` times the sum of the decoded `payloads`, in their order, to `out` (flat fp32 coefficients).
+
+        Each of `payloads` is one message, uint8 [bytes], or several, uint8 [n, bytes]. If not `add`, `out` is
+        overwritten.
+        """
+        if not add and (self._many is None or not payloads):
+            out.zero_()
+        for number, payload in enumerate(payloads):
+            rows = payload.unsqueeze(0) if payload.dim() == 1 else payload
+            if self._many is not None:
+                table = single(out.numel(), rows.shape[1])
+                self._many.decompress_all(rows, table, out, FIRST, scale, add or number > 0)
+            else:
+                for row in rows:
+                    self.compressor.decompress_add(row, out, scale)
 
     def decode(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
         """Set `out` (flat fp32) to `scale` times the sum of the decoded `payloads`, in their order.
 
         Coefficients are summed, and one inverse transform follows (SDP4Bit, arXiv:2410.15526, section 3.3).
         """
-        if isinstance(self.transform, Identity):
-            self._set_coefficients(payloads, out, scale)
-            return
-        self.transform.inverse(self._set_coefficients(payloads, torch.empty_like(out), scale), segments, out)
+        coefficients = out if self.is_plain else torch.empty_like(out)
+        self.add_coefficients(payloads, coefficients, scale, add=False)
+        if not self.is_plain:
+            self.transform.inverse(coefficients, segments, out)
 
     def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
         """Add what `decode` computes to `out` (flat fp32)."""
-        if isinstance(self.transform, Identity):
+        if self.is_plain:
             self.add_coefficients(payloads, out, scale)
             return
         decoded = torch.empty_like(out)

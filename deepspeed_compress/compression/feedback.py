@@ -12,8 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deepspeed_compress.compression.batches import Batch
 from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import FIRST, Keys
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
@@ -43,11 +46,24 @@ class Feedback(Protocol):
             codec: the codec of the message.
         """
 
+    def encode_all(self, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
+        """Do what `encode` does for each message of `batch`, in one call if the codec can.
+
+        The coefficients `x` lie where column `at` of the batch's table says.
+        """
+
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         """Return what this rank adds for its own elements `x` (flat fp32, may be overwritten).
 
         None means that it adds what other ranks would decode.
         """
+
+
+def _encode_each(feedback: Feedback, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
+    """Encode the messages of `batch` one after another; see `Feedback.encode_all`."""
+    for part, values in batch.views(x, at):
+        key = keys.of(part.owner, part.channel)
+        feedback.encode(values, part.segments, out[part.begin : part.end], key, codec)
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,12 @@ class NoFeedback:
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         codec.compressor.compress(x, out, key)
+
+    def encode_all(self, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
+        if codec.many is not None:
+            codec.many.compress_all(x, at, out, batch.table, keys, None)
+        else:
+            _encode_each(self, x, at, batch, out, keys, codec)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         return x
@@ -98,6 +120,22 @@ class ErrorFeedback:
         codec.compressor.compress(total, out, key)
         codec.add_coefficients([out], total, -1.0)
         self.residuals.write(segments, total, basis)
+
+    def encode_all(self, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
+        many, table = codec.many, batch.table
+        buffers = None if many is None else self.residuals.joint_buffers(batch, x.device, codec.transform)
+        if many is None or buffers is None:
+            _encode_each(self, x, at, batch, out, keys, codec)
+            return
+        before, after = buffers
+        if codec.fused is not None:
+            many.compress_all(x, at, out, table, keys, ResidualBuffers(before, self.decay, after))
+            return
+        total, kernels = x.clone() if at == FIRST else batch.gather(x), for_device(x.device)
+        kernels.add_cast(before, total, self.decay)
+        many.compress_all(total, FIRST, out, table, keys, None)
+        many.decompress_all(out.unsqueeze(0), table, total, FIRST, -1.0, add=True)
+        kernels.cast(total, after)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         """Return this rank's own elements `x` (overwritten) exactly, plus any residual that they still have.
@@ -151,6 +189,9 @@ class MomentumCorrection:
         codec.add_coefficients([out], sent, 1.0)
         self.accumulated.write(segments, total.sub_(sent), basis)
         self.velocity.write(segments, velocity.masked_fill_(sent != 0, 0.0), basis)
+
+    def encode_all(self, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
+        _encode_each(self, x, at, batch, out, keys, codec)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         return None

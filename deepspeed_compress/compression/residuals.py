@@ -8,10 +8,12 @@ Access in another basis converts them. Values that move to another layout are co
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from deepspeed_compress.compression.batches import Batch
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.layouts import (
@@ -68,17 +70,34 @@ class _Buffer:
     basis: Transform = ELEMENTS
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
-    """The buffers of one message."""
+    """The buffers of one message, or of the messages of a batch, which are written together.
+
+    `places` holds the first and the last byte, exclusive, of each message.
+    """
 
     applied: _Buffer
+    places: dict[Layout, tuple[int, int]]
     running: _Buffer | None = None
     written: bool = False
 
     @property
     def current(self) -> _Buffer:
         return self.running if self.written and self.running is not None else self.applied
+
+    def payload(self, layout: Layout, of: _Buffer) -> Tensor:
+        """Return the bytes of one message in a buffer of this slot."""
+        return of.payload.narrow(0, self.places[layout][0], self.places[layout][1] - self.places[layout][0])
+
+    def alone(self, layout: Layout) -> "_Slot":
+        """Return a slot of one message that shares the memory of this one."""
+        buffers = [
+            None if one is None else _Buffer(self.payload(layout, one), one.basis)
+            for one in (self.applied, self.running)
+        ]
+        assert buffers[0] is not None
+        return _Slot(buffers[0], {layout: (0, buffers[0].payload.numel())}, buffers[1], self.written)
 
 
 class Residuals:
@@ -104,6 +123,7 @@ class Residuals:
         self.scaled = scaled
         self._slots: dict[Layout, _Slot] = {}
         self._homes = LayoutIndex()
+        self._joint: WeakKeyDictionary[Batch, _Slot] = WeakKeyDictionary()
 
     def read(self, segments: Sequence[Segment], device: torch.device, basis: Transform = ELEMENTS) -> Tensor:
         """Return the values of the message made of `segments` in `basis`: a new flat fp32 tensor, initially zeros."""
@@ -154,6 +174,43 @@ class Residuals:
         before = self.storage.elements(slot.current.payload, numel)
         return before, self.storage.elements(self._target(slot, own).payload, numel)
 
+    def joint_buffers(self, batch: Batch, device: torch.device, basis: Transform) -> tuple[Tensor, Tensor] | None:
+        """Return what `buffers` returns for all messages of `batch`, whose elements lie as in its flat tensor."""
+        if not isinstance(self.storage, Cast) or (self.on_host and device.type != "cpu"):
+            return None
+        slot = self._joint.get(batch)
+        if slot is None or slot.current.basis != basis:
+            slot = self._join(batch, device, basis, self.storage.dtype.itemsize)
+            if slot is None:
+                return None
+            self._joint[batch] = slot
+        before = self.storage.elements(slot.current.payload, batch.numel)
+        return before, self.storage.elements(self._target(slot, basis).payload, batch.numel)
+
+    def _join(self, batch: Batch, device: torch.device, basis: Transform, itemsize: int) -> _Slot | None:
+        """Return the slot of the messages of `batch`, or None if some are stored in another basis than `basis`."""
+        layouts = [layout_of(part.segments) for part in batch.parts]
+        begins = [first * itemsize for first in batch.firsts]
+        ends = [begin + self.storage.payload_bytes(part.numel) for begin, part in zip(begins, batch.parts, strict=True)]
+        places = dict(zip(layouts, zip(begins, ends, strict=True), strict=True))
+        known = self._slots.get(layouts[0]) if layouts else None
+        if known is not None and known.places == places:
+            return known if known.applied.basis == known.current.basis == basis else None
+        slots = [self._slot(layout, device) for layout in layouts]
+        if any(one.basis != basis for slot in slots for one in (slot.applied, slot.current)):
+            return None
+        room = torch.zeros(batch.numel * itemsize, dtype=torch.uint8, device=device)
+        joint = _Slot(_Buffer(room, basis), places, written=any(slot.written for slot in slots))
+        if joint.written and self.transactional:
+            joint.running = _Buffer(torch.zeros_like(room), basis)
+        for layout, slot in zip(layouts, slots, strict=True):
+            joint.payload(layout, joint.applied).copy_(slot.applied.payload)
+            if joint.running is not None:
+                joint.payload(layout, joint.running).copy_(slot.current.payload)
+            _record_use(slot)
+            self._slots[layout] = joint
+        return joint
+
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Return True if any elements of `segments` were ever written."""
         return bool(self._homes.touching(layout_of(segments)))
@@ -179,8 +236,19 @@ class Residuals:
         return held.basis.inverse(self._decoded(payload, sum(segment.numel for segment in segments)), segments)
 
     def _slot(self, layout: Layout, device: torch.device) -> _Slot:
+        """Return the slot of this message alone, which leaves its batch."""
         slot = self._slots.get(layout)
-        return slot if slot is not None else self._adopt(layout, device)
+        if slot is None:
+            return self._adopt(layout, device)
+        if len(slot.places) > 1:
+            self._split(slot)
+        return self._slots[layout]
+
+    def _split(self, slot: _Slot) -> None:
+        for layout in slot.places:
+            self._slots[layout] = slot.alone(layout)
+        for batch in [batch for batch, joint in self._joint.items() if joint is slot]:
+            del self._joint[batch]
 
     def _adopt(self, layout: Layout, device: torch.device) -> _Slot:
         """Create a slot for a new layout from the values that its elements had in other layouts.
@@ -200,20 +268,19 @@ class Residuals:
         return self._settle(layout, fresh)
 
     def _remove(self, layout: Layout, device: torch.device) -> _Values:
-        slot, segments = self._slots.pop(layout), segments_of(layout)
+        slot, segments = self._slot(layout, device), segments_of(layout)
+        del self._slots[layout]
         self._homes.remove(layout)
         running = self._elements(slot.current, segments, device) if slot.written and self.transactional else None
         values = _Values(self._elements(slot.applied, segments, device), running)
-        for buffer in (slot.applied, slot.running):
-            if buffer is not None and buffer.payload.is_cuda:
-                # Freed here, while this stream reads it, but possibly allocated on another one.
-                buffer.payload.record_stream(torch.cuda.current_stream(buffer.payload.device))
+        _record_use(slot)
         return values
 
     def _settle(self, layout: Layout, values: _Values) -> _Slot:
         """Create a slot with `values` and register it for the ranges of `layout`."""
         running = _Buffer(self._stored(self._encoded(values.running))) if values.running is not None else None
-        slot = _Slot(_Buffer(self._stored(self._encoded(values.applied))), running, running is not None)
+        applied = _Buffer(self._stored(self._encoded(values.applied)))
+        slot = _Slot(applied, {layout: (0, applied.payload.numel())}, running, running is not None)
         self._register(layout, slot)
         return slot
 
@@ -231,7 +298,7 @@ class Residuals:
 
     def commit(self) -> None:
         """Keep the values that the running step wrote, because the optimizer applied the step."""
-        for slot in self._slots.values():
+        for slot in dict.fromkeys(self._slots.values()):
             if slot.written and slot.running is not None:
                 slot.applied, slot.running = slot.running, slot.applied
             slot.written = False
@@ -250,18 +317,20 @@ class Residuals:
         for layout in [layout for layout, slot in self._slots.items() if not slot.written]:
             del self._slots[layout]
             self._homes.remove(layout)
+        self._joint.clear()
 
     def scale(self, factor: float) -> None:
         """Multiply the values by `factor` if they follow the loss scale."""
         self._wait_for_copies()
         for layout, slot in self._slots.items() if self.scaled else ():
-            payload = slot.applied.payload
+            payload = slot.payload(layout, slot.applied)
             payload.copy_(self._encoded(self._decoded(payload, numel_of(layout)).mul_(factor)))
 
     def clear(self) -> None:
         """Drop all values."""
         self._slots.clear()
         self._homes.clear()
+        self._joint.clear()
 
     def square_norms(self) -> list[Tensor]:
         """Return one sum of squares (fp64 []) per message of this rank, including those that the running step wrote.
@@ -269,7 +338,10 @@ class Residuals:
         Waits for the GPU if residuals are in host memory.
         """
         self._wait_for_copies()
-        return [self._square_norm(slot.current.payload, numel_of(layout)) for layout, slot in self._slots.items()]
+        return [
+            self._square_norm(slot.payload(layout, slot.current), numel_of(layout))
+            for layout, slot in self._slots.items()
+        ]
 
     def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
         # Uncompressed formats are read in place, without decoding.
@@ -282,7 +354,8 @@ class Residuals:
         """Yield every range with its applied values, flat fp32."""
         self._wait_for_copies()
         for layout, slot in self._slots.items():
-            values = self._elements(slot.applied, segments_of(layout), slot.applied.payload.device)
+            held = _Buffer(slot.payload(layout, slot.applied), slot.applied.basis)
+            values = self._elements(held, segments_of(layout), held.payload.device)
             for piece, position in placed(layout):
                 yield piece, values[position : position + piece[2]]
 
@@ -290,7 +363,7 @@ class Residuals:
         """Yield every message layout with its applied values as they are stored (uint8), for `restore`."""
         self._wait_for_copies()
         for layout, slot in self._slots.items():
-            yield layout, slot.applied.payload
+            yield layout, slot.payload(layout, slot.applied)
 
     def bases(self) -> dict[Layout, Transform]:
         """Return the basis of the applied values of every message layout, in the order of `payloads`."""
@@ -309,7 +382,7 @@ class Residuals:
         self.clear()
         for layout, payload in payloads.items():
             kept = _Buffer(self._stored(payload.to(device, copy=True)), bases.get(layout, ELEMENTS))
-            self._register(layout, _Slot(kept))
+            self._register(layout, _Slot(kept, {layout: (0, payload.numel())}))
 
     def add(self, values: Iterable[tuple[Range, Tensor]], device: torch.device, factor: float = 1.0) -> None:
         """Replace the applied values of the given ranges by `factor` times themselves plus flat fp32 `values`.
@@ -321,6 +394,13 @@ class Residuals:
             self.add_to(total, segments, factor)
             self.write(segments, total)
         self.commit()
+
+
+def _record_use(slot: _Slot) -> None:
+    """Keep the memory of `slot`, which this stream reads while it is freed, possibly allocated on another stream."""
+    for buffer in (slot.applied, slot.running):
+        if buffer is not None and buffer.payload.is_cuda:
+            buffer.payload.record_stream(torch.cuda.current_stream(buffer.payload.device))
 
 
 def _on(device: torch.device, payload: Tensor) -> Tensor:

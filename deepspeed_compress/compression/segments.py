@@ -21,7 +21,7 @@ class Segment:
     owner: int
 
 
-def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+def runs_of(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Return (offset, numel) of the contiguous slices that `segments` cover, in order."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
@@ -34,7 +34,7 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Return a new flat fp32 tensor with the elements of `segments`, in order."""
-    parts = [bucket.narrow(0, offset, numel) for offset, numel in _runs(segments)]
+    parts = [bucket.narrow(0, offset, numel) for offset, numel in runs_of(segments)]
     if len(parts) == 1:
         return parts[0].to(torch.float32, copy=True)
     return torch.cat(parts).to(torch.float32) if parts else bucket.new_zeros(0, dtype=torch.float32)
@@ -48,13 +48,13 @@ def elements(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 def contiguous_view(bucket: Tensor, segments: Sequence[Segment]) -> Tensor | None:
     """Return the elements of `segments` as a view of `bucket`, or None if it is not fp32 or they are not contiguous."""
-    runs = _runs(segments)
+    runs = runs_of(segments)
     return bucket.narrow(0, *runs[0]) if bucket.dtype == torch.float32 and len(runs) == 1 else None
 
 
 def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None:
     """Copy flat `values` into the elements of `segments` in `bucket`; the inverse of `gather`."""
     position = 0
-    for offset, numel in _runs(segments):
+    for offset, numel in runs_of(segments):
         bucket.narrow(0, offset, numel).copy_(values.narrow(0, position, numel))
         position += numel

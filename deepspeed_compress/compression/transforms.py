@@ -6,13 +6,14 @@ here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T, where 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.tables import FIRST, NUMEL, MessageTable
 from deepspeed_compress.compression.segments import Segment
 
 
@@ -82,11 +83,41 @@ class Hadamard:
     def of(self, segments: Sequence[Segment]) -> "Hadamard":
         return self
 
+    def forward_all(self, x: Tensor, table: MessageTable) -> Tensor:
+        """Return the coefficients of the messages of `x`, of which each begins at a multiple of `block_size`."""
+        return self._all((x.view(-1, self.block_size) * self._block_signs(x.device)).view(-1), table)
+
+    def inverse_all(self, coefficients: Tensor, table: MessageTable) -> Tensor:
+        """Invert `forward_all`."""
+        x = self._all(coefficients, table)
+        x.view(-1, self.block_size).mul_(self._block_signs(x.device))
+        return x
+
+    def _all(self, x: Tensor, table: MessageTable) -> Tensor:
+        """Transform all whole blocks at once, and then the blocks of each size of the remainders."""
+        out, kernels, size = torch.empty_like(x), for_device(x.device), self.block_size
+        width = 1 << size.bit_length() // 2
+        shape = (x.numel() // size, 1, size // width, width)
+        kernels.hadamard_tiles(x.view(shape), out.view(shape), False)
+        for bit in range(size.bit_length() - 1):
+            places = table.derive((x.device, size, bit), partial(self._remainders, table, bit, x.device))
+            if len(places):
+                kernels.hadamard_at(x, out, places, 1 << bit)
+        return out
+
+    def _remainders(self, table: MessageTable, bit: int, device: torch.device) -> Tensor:
+        """Return where the blocks of 2**`bit` elements of the messages' remainders begin: int64 on `device`."""
+        numels = table.rows[:, NUMEL]
+        begins = table.rows[:, FIRST] + (numels >> bit + 1 << bit + 1)
+        return begins[numels >> bit & 1 == 1].to(device)
+
     def _signs(self, like: Tensor) -> Tensor:
         """Return +1 or -1 for every element of `like`."""
-        uniform: Tensor = for_device(like.device).uniform(self.block_size, self.seed, like.device)
-        signs = torch.where(uniform < 0.5, -1.0, 1.0)
-        return signs.repeat(-(-like.numel() // self.block_size))[: like.numel()]
+        return self._block_signs(like.device).repeat(-(-like.numel() // self.block_size))[: like.numel()]
+
+    def _block_signs(self, device: torch.device) -> Tensor:
+        uniform: Tensor = for_device(device).uniform(self.block_size, self.seed, device)
+        return torch.where(uniform < 0.5, -1.0, 1.0)
 
 
 @dataclass(frozen=True)

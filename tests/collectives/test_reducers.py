@@ -170,7 +170,7 @@ class Counting:
     """A process group that counts the bytes passed to `send`."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.size, self.rank, self.recv = group.size, group.rank, group.recv
+        self.size, self.rank, self.recv, self.name = group.size, group.rank, group.recv, group.name
         self._send = group.send
         self.sent = 0
         self.targets: list[int] = []

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,8 @@ def late_streams(engine: Any, stage: int, seed: int) -> Iterator[None]:
     hooks = [one.register_full_backward_hook(pause) for one in engine.module.modules() if not list(one.children())]
     with (
         _before(Link, "start", pause),
+        _before(Link, "start_split", pause),
+        _before(Link, "all_gather_split", pause),
         _before(Link, "all_gather", pause),
         _before(PendingExchange, "receive", pause),
     ):
@@ -88,6 +90,20 @@ class Arrival:
         return True
 
 
+@dataclass
+class LateDelivery:
+    """Messages on the host, which are delivered when they are waited for."""
+
+    deliver: Callable[[], object]
+    delivered: bool = False
+
+    def wait(self) -> bool:
+        if not self.delivered:
+            self.deliver()
+            self.delivered = True
+        return True
+
+
 class Late:
     """Delay of messages.
 
@@ -98,6 +114,19 @@ class Late:
     def __init__(self, device: str, seed: int) -> None:
         self._random = random.Random(seed)
         self._stream: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def run(self, tensors: Sequence[Tensor], deliver: Callable[[], object]) -> Any:
+        """Deliver messages between `tensors` by `deliver`: on the host when they are waited for."""
+        if self._stream is None:
+            return LateDelivery(deliver)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(_CYCLES * self._random.random()))  # type: ignore[no-untyped-call]
+            deliver()
+            for tensor in tensors:
+                # As in NCCL, memory that is freed meanwhile must not be reused before the message has arrived.
+                tensor.record_stream(self._stream)
+            return Arrival(self._stream.record_event())
 
     def travel(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Arrival:
         """Deliver tensors on a GPU."""
@@ -125,6 +154,21 @@ class LateMirror(Mirror):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         return super().alltoall(outputs, inputs, opts) if self._late is None else self._late.travel(outputs, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, sent: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any = None
+    ) -> Any:
+        if self._late is None:
+            return super().alltoall_base(output, sent, outputs, inputs, opts)
+        return self._late.run(
+            [output, sent], lambda: super(LateMirror, self).alltoall_base(output, sent, outputs, inputs)
+        )
+
+    def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
+        # DeepSpeed calls this as well, on the host only where it waits at once.
+        if self._late is None or mine.dtype != torch.uint8:
+            return super()._allgather_base(output, mine, opts)
+        return self._late.run([output, mine], lambda: super(LateMirror, self)._allgather_base(output, mine))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         # On the host, only DeepSpeed calls this.

@@ -53,14 +53,28 @@ class _Group:
         [mine], [all_messages] = inputs, outputs
         return self._run("all-gather", [mine] * self.size(), all_messages, inputs)
 
+    def alltoall_base(self, output: Tensor, sent: Tensor, outputs: list[int], inputs: list[int]) -> _Collective:
+        return self._run("all-to-all", torch.split(sent, inputs), torch.split(output, outputs), [sent])
+
+    def _allgather_base(self, output: Tensor, mine: Tensor) -> _Collective:
+        messages = output.split(mine.numel())
+        # NCCL's collective neither reads nor writes this rank's own message in place.
+        others = [one for rank, one in enumerate(messages) if rank != self.rank()]
+        return self._run("all-gather", [mine] * self.size(), messages, [mine], others)
+
     def _run(
-        self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor], inputs: Sequence[Tensor]
+        self,
+        name: str,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        written: Sequence[Tensor] | None = None,
     ) -> _Collective:
         nccl = self.gpu.nccl
         nccl.wait_stream(self.gpu.current)
         exchange._point_to_point(self.link, sent, received, self.tag).finish()
         with self.gpu.using(nccl):
-            self.gpu.work(name, inputs, received)
+            self.gpu.work(name, inputs, received if written is None else written)
         return _Collective(self.gpu, dict(nccl.clock))
 
 
@@ -74,6 +88,14 @@ class Gpu(Device):
     def start(self, link: exchange.Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Any:
         """Start an exchange as `Link.start` does on a GPU, over the group of `link`."""
         return exchange._all_to_all(exchange.Link(_Group(link, self, tag)), outgoing, incoming, tag)  # type: ignore[arg-type]
+
+    def start_split(self, link: exchange.Link, *parts: Any) -> Any:
+        """Start an exchange as `Link.start_split` does on a GPU."""
+        return exchange._all_to_all_split(exchange.Link(_Group(link, self, _SHARED + 1)), *parts)  # type: ignore[arg-type]
+
+    def all_gather_split(self, link: exchange.Link, *parts: Any) -> Any:
+        """Start to send a message to all ranks as `Link.all_gather_split` does on a GPU, over the group of `link`."""
+        return exchange._all_gather_split(exchange.Link(_Group(link, self, _SHARED)), *parts)  # type: ignore[arg-type]
 
     def all_gather(self, link: exchange.Link, messages: Sequence[Tensor]) -> Any:
         """Start to send a message to all ranks as `Link.all_gather` does on a GPU, over the group of `link`."""
@@ -96,7 +118,9 @@ def on_streams() -> Iterator[Gpu]:
         (accelerator, "use_host_timers"): lambda: True,
         (torch.cuda, "current_stream"): lambda *_: gpu.current,
         (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
-        (exchange, "_BY_DEVICE"): {"cpu": exchange._Transport(gpu.start, gpu.all_gather)},
+        (exchange, "_BY_DEVICE"): {
+            "cpu": exchange._Transport(gpu.start, gpu.all_gather, gpu.start_split, gpu.all_gather_split)
+        },
         (zero_0, "may_begin_early"): lambda *_: False,
         (zero_12, "may_wait"): lambda _: False,
     }

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from deepspeed_compress.compression import kernels
 
-_HELPERS = ("compiled", "forms", "gpu_launch")
+_HELPERS = ("compiled", "forms", "gpu_launch", "tables")
 
 
 def operations(module: ModuleType) -> set[str]:

@@ -1,18 +1,18 @@
 """The compressor protocol: encode a flat tensor into one packed buffer of known size, and decode it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import Keys, MessageTable, next_key
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
 
 
-_MASK = (1 << 64) - 1
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the configuration."""
 
@@ -43,11 +43,27 @@ class FusedFeedback(Protocol):
 
 
 @runtime_checkable
-class FusedSum(Protocol):
-    """A compressor that sums the messages of several ranks in one pass over the output."""
+class ManyMessages(Protocol):
+    """A compressor that encodes or decodes any number of messages at once, with the bits of one after another.
 
-    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
-        """Apply `decompress_add` to each of `payloads`, in order; if not `add`, overwrite `out` instead."""
+    Elements are at the positions that column `at` (`FIRST` or `SOURCE`) of the table holds.
+    """
+
+    def compress_all(
+        self, x: Tensor, at: int, out: Tensor, table: MessageTable, keys: Keys, residual: ResidualBuffers | None
+    ) -> None:
+        """Encode the messages of `x` into their bytes of `out`.
+
+        With a `residual` (only for `FusedFeedback`), whose elements are at `FIRST`: see `compress_with_feedback`.
+        """
+
+    def decompress_all(
+        self, payloads: Tensor, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
+    ) -> None:
+        """Add `scale` times the sum of the decoded messages to their elements of `out`; if not `add`, to zeros.
+
+        `payloads` is uint8 [n, bytes]; its n rows have the same table, and are added in order.
+        """
 
 
 def aligned(size: int) -> int:
@@ -62,16 +78,8 @@ def random_key(*parts: int) -> int:
     """
     state = 0
     for part in parts:
-        state = _next_key(state, part)
+        state = next_key(state, part)
     return state
-
-
-def _next_key(state: int, part: int) -> int:
-    """Return the key of the parts that gave `state`, and `part`."""
-    state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ state >> 31
 
 
 def random_keys(seed: Tensor, *sizes: int) -> Tensor:
@@ -104,4 +112,4 @@ def message_key(message: tuple[int, ...], sender: int) -> int:
     their rounding errors are independent.
     """
     shared = random_key(*message)
-    return shared >> 32 << 32 | _next_key(shared, sender) >> 32
+    return shared >> 32 << 32 | next_key(shared, sender) >> 32

@@ -1,7 +1,7 @@
 """Base classes of the quantizers: blocks, payload layout, scales, and symmetric levels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
 
 
 class BlockQuantizer(ABC):
@@ -96,12 +97,20 @@ class FormQuantizer(BlockQuantizer):
         kernels.quantize_blocks(x, self.form, numbers, code_field, seed, residual)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        self.decompress_sum([payload], out, scale, add=True)
+        for_device(out.device).dequantize_blocks_add(*self._fields(payload, out.numel()), self.form, out, scale)
 
-    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
-        """See `FusedSum`."""
-        messages = [self._fields(payload, out.numel()) for payload in payloads]
-        for_device(out.device).dequantize_blocks_sum(messages, self.form, out, scale, add)
+    def compress_all(
+        self, x: Tensor, at: int, out: Tensor, table: MessageTable, keys: Keys, residual: ResidualBuffers | None
+    ) -> None:
+        """See `ManyMessages`."""
+        kernels, drawn = for_device(x.device), keys if self.stochastic else None
+        kernels.quantize_messages(x, at, self.form, self.scale_dtype, out, table, drawn, residual)
+
+    def decompress_all(
+        self, payloads: Tensor, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
+    ) -> None:
+        """See `ManyMessages`."""
+        for_device(out.device).dequantize_messages(payloads, self.form, self.scale_dtype, table, out, at, scale, add)
 
 
 class RowQuantizer(BlockQuantizer):

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.forms import ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,16 @@ class Cast:
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
         for_device(out.device).add_cast(self.elements(payload, out.numel()), out, scale)
+
+    def compress_all(
+        self, x: Tensor, at: int, out: Tensor, table: MessageTable, keys: Keys, residual: ResidualBuffers | None
+    ) -> None:
+        """See `ManyMessages`."""
+        assert residual is None, "a cast does not update residuals"
+        for_device(x.device).cast_messages(x, at, self.dtype, out, table)
+
+    def decompress_all(
+        self, payloads: Tensor, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
+    ) -> None:
+        """See `ManyMessages`."""
+        for_device(out.device).add_cast_messages(payloads, self.dtype, table, out, at, scale, add)

@@ -6,6 +6,7 @@ round differently. Kernels use `torch.get_num_threads` threads.
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.compiled import load_library, warn_if_slow
 from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, ResidualBuffers, scale_limit
+from deepspeed_compress.compression.kernels.tables import FIRST, SOURCE, Keys, MessageTable
 
 dequantize_rows_add, quantize_rows = reference.dequantize_rows_add, reference.quantize_rows
 quantize_rows_between = reference.quantize_rows_between
@@ -67,6 +69,27 @@ _LIBRARY = _declared(
     ("compress_unpack_bits", [_POINTER, _INT, _LONG, _POINTER]),
     ("compress_dct", [_POINTER, _STRIDES, _POINTER, _STRIDES, _LONG, _LONG, _INT, _INT, _INT, _INT]),
     ("compress_hadamard", [_POINTER, _LONG, _LONG, _POINTER, _INT]),
+    ("compress_hadamard_at", [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT]),
+    (
+        "compress_quantize_messages",
+        [
+            *(_POINTER, _INT, _POINTER, _LONG, _INT, _INT, _INT, _LONG, _DOUBLE, _INT, _POINTER, _INT, _KEY, _KEY),
+            *(_INT, _POINTER, _FLOAT, _POINTER, _INT),
+        ],
+    ),
+    (
+        "compress_dequantize_messages",
+        [
+            *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _INT, _INT, _LONG),
+            *(_POINTER, _INT, _FLOAT, _INT, _INT),
+        ],
+    ),
+    ("compress_cast_messages", [_POINTER, _INT, _POINTER, _LONG, _INT, _POINTER, _INT]),
+    (
+        "compress_add_cast_messages",
+        [_POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT, _FLOAT, _INT, _INT],
+    ),
+    ("compress_copy_runs", [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT]),
 )
 warn_if_slow(_LIBRARY)
 
@@ -146,16 +169,21 @@ def quantize_blocks(
     """See `reference.quantize_blocks`. Makes one pass over `x` and the residual."""
     _check_form(form)
     numel, blocks = x.numel(), -(-x.numel() // form.block_size)
-    fit = LEVELS.get(form.kind)
-    factor = {"absmax": form.levels, "norm": form.levels, "mean": 1}[form.kind] if fit is None else fit.magnitudes[-1]
     _LIBRARY.compress_quantize(
         *(_at(x, numel, _FP32), numel, _KINDS[form.kind], form.levels, form.bits, form.block_size),
-        *(scale_limit(numbers.dtype, factor), _at(numbers, blocks, *_TYPES), _TYPES[numbers.dtype]),
+        *(_limit(form, numbers.dtype), _at(numbers, blocks, *_TYPES), _TYPES[numbers.dtype]),
         *(_at(codes, form.code_bytes(numel), torch.uint8), codes.numel()),
         *(key is not None, key or 0),
         *(_NO_RESIDUAL if residual is None else _residual_arguments(residual, numel)),
         torch.get_num_threads(),
     )
+
+
+def _limit(form: BlockFormat, dtype: torch.dtype) -> float:
+    """Return the largest scale of `form` in `dtype`."""
+    fit = LEVELS.get(form.kind)
+    factor = {"absmax": form.levels, "norm": form.levels, "mean": 1}[form.kind] if fit is None else fit.magnitudes[-1]
+    return scale_limit(dtype, factor)
 
 
 def _residual_arguments(residual: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
@@ -184,6 +212,103 @@ def dequantize_blocks_sum(
         *(_at(out, numel, _FP32), scale, add, torch.get_num_threads()),
     )
     return None
+
+
+def quantize_messages(
+    x: Tensor,
+    at: int,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    out: Tensor,
+    table: MessageTable,
+    keys: Keys | None,
+    residual: ResidualBuffers | None,
+) -> None:
+    """See `reference.quantize_messages`."""
+    _check_form(form)
+    table.check_elements(at, x.numel())
+    table.check_bytes(out.numel(), (form, dtype), partial(_message_bytes, form, dtype))
+    _LIBRARY.compress_quantize_messages(
+        *(_at(x, 0, _FP32), at, table.rows.data_ptr(), len(table.rows)),
+        *(_KINDS[form.kind], form.levels, form.bits, form.block_size, _limit(form, dtype), _TYPES[dtype]),
+        *(_at(out, 0, torch.uint8), keys is not None, *((keys.state, keys.sender) if keys else (0, 0))),
+        *(_NO_RESIDUAL if residual is None else _residual_arguments(residual, table.ends[FIRST])),
+        torch.get_num_threads(),
+    )
+
+
+def dequantize_messages(
+    payloads: Tensor,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    table: MessageTable,
+    out: Tensor,
+    at: int,
+    scale: float,
+    add: bool,
+) -> None:
+    """See `reference.dequantize_messages`. Makes one pass over `out`."""
+    _check_form(form)
+    table.check_elements(at, out.numel())
+    table.check_bytes(payloads.shape[1], (form, dtype), partial(_message_bytes, form, dtype))
+    _LIBRARY.compress_dequantize_messages(
+        *(*_rows_at(payloads), table.rows.data_ptr(), len(table.rows), _TYPES[dtype]),
+        *(_KINDS[form.kind], form.bits, form.block_size, _at(out, 0, _FP32), at, scale, add, torch.get_num_threads()),
+    )
+
+
+def _message_bytes(form: BlockFormat, dtype: torch.dtype, numel: int) -> int:
+    blocks = -(-numel // form.block_size)
+    return -(-blocks * dtype.itemsize // 4) * 4 + -(-form.code_bytes(numel) // 4) * 4
+
+
+def _rows_at(payloads: Tensor) -> tuple[int, int, int]:
+    """Return the address of `payloads` (uint8 [n, bytes]), n, and the distance between its rows in bytes.
+
+    Raises:
+        ValueError: `payloads` is not uint8 on the CPU, or its rows are not contiguous.
+    """
+    is_bytes = payloads.dtype == torch.uint8 and payloads.device.type == "cpu" and payloads.dim() == 2
+    if not is_bytes or (payloads.stride(1) != 1 and payloads.shape[1] > 1):
+        raise ValueError(f"expected rows of bytes on the CPU, got {_describe(payloads)}")
+    return payloads.data_ptr(), payloads.shape[0], payloads.stride(0)
+
+
+def cast_messages(x: Tensor, at: int, dtype: torch.dtype, out: Tensor, table: MessageTable) -> None:
+    """See `reference.cast_messages`."""
+    table.check_elements(at, x.numel())
+    table.check_bytes(out.numel(), dtype, partial(_cast_bytes, dtype))
+    _LIBRARY.compress_cast_messages(
+        *(_at(x, 0, _FP32), at, table.rows.data_ptr(), len(table.rows), _TYPES[dtype], _at(out, 0, torch.uint8)),
+        torch.get_num_threads(),
+    )
+
+
+def add_cast_messages(
+    payloads: Tensor, dtype: torch.dtype, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
+) -> None:
+    """See `reference.add_cast_messages`."""
+    table.check_elements(at, out.numel())
+    table.check_bytes(payloads.shape[1], dtype, partial(_cast_bytes, dtype))
+    _LIBRARY.compress_add_cast_messages(
+        *(*_rows_at(payloads), table.rows.data_ptr(), len(table.rows), _TYPES[dtype]),
+        *(_at(out, 0, _FP32), at, scale, add, torch.get_num_threads()),
+    )
+
+
+def _cast_bytes(dtype: torch.dtype, numel: int) -> int:
+    return -(-numel * dtype.itemsize // 4) * 4
+
+
+def copy_runs(x: Tensor, out: Tensor, table: MessageTable, back: bool) -> None:
+    """See `reference.copy_runs`."""
+    begin, end = (FIRST, SOURCE) if back else (SOURCE, FIRST)
+    table.check_elements(begin, x.numel())
+    table.check_elements(end, out.numel())
+    _LIBRARY.compress_copy_runs(
+        *(_at(x, 0, *_TYPES), _at(out, 0, x.dtype), table.rows.data_ptr(), len(table.rows), x.itemsize, back),
+        torch.get_num_threads(),
+    )
 
 
 def top_k_rows(rows: Tensor, k: int) -> Tensor:
@@ -264,4 +389,13 @@ def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     numel = tiles.numel()
     _LIBRARY.compress_hadamard(
         *(_at(tiles, numel, _FP32), rows * columns, height * width, _at(out, numel, _FP32), torch.get_num_threads())
+    )
+
+
+def hadamard_at(x: Tensor, out: Tensor, places: Tensor, size: int) -> None:
+    """See `reference.hadamard_at`."""
+    _check_range("places", int(places.max()) + size if len(places) else 0, 0, min(x.numel(), out.numel()))
+    _LIBRARY.compress_hadamard_at(
+        *(_at(x, 0, _FP32), _at(places, len(places), torch.int64), len(places), size, _at(out, 0, _FP32)),
+        torch.get_num_threads(),
     )

@@ -7,6 +7,7 @@
 #include "forms.h"
 #include "numbers.h"
 #include "packing.h"
+#include "tables.h"
 
 namespace {
 
@@ -113,5 +114,22 @@ void compress_dequantize_add(const void* const* numbers, int number_type, const 
             for (; m < messages; m++) add_messages<1>(form, all, m, block, scale, out + first, count, work.data());
         }
     }
+}
+
+// Adds `messages` tables of messages, which are `stride` bytes apart.
+void compress_dequantize_messages(const uint8_t* packed, int64_t messages, int64_t stride, const Row* rows, int64_t count,
+                                  int number_type, int kind, int bits, int64_t block_size, float* out, int at, float scale,
+                                  int add, int threads) {
+    for_rows(rows, count, threads, [&](const Row& row, int inside) {
+        const int64_t size = aligned((row.numel + block_size - 1) / block_size * bytes_of(number_type));
+        std::vector<const void*> numbers(messages);
+        std::vector<const uint8_t*> codes(messages);
+        for (int64_t m = 0; m < messages; m++) {
+            numbers[m] = packed + m * stride + row.begin;
+            codes[m] = packed + m * stride + row.begin + size;
+        }
+        compress_dequantize_add(numbers.data(), number_type, codes.data(), int(messages), row.numel, kind, bits, block_size,
+                                out + row.at(at), scale, add, inside);
+    });
 }
 }

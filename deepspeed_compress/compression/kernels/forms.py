@@ -85,6 +85,10 @@ class ResidualBuffers:
     decay: float
     after: Tensor
 
+    def part(self, begin: int, end: int) -> "ResidualBuffers":
+        """Return the buffers of the elements from `begin` to `end`."""
+        return ResidualBuffers(self.before[begin:end], self.decay, self.after[begin:end])
+
 
 def scale_limit(dtype: torch.dtype, levels: int = 1) -> float:
     """Return the largest scale of `dtype` that, multiplied by `levels`, stays within the range of bf16."""

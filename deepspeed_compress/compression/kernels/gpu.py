@@ -16,16 +16,19 @@ import torch
 import triton
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_rows, reference
+from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_messages, gpu_rows, reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, alignment, bits, flat, halves, programs, warps
 from deepspeed_compress.compression.kernels.gpu_select import top_k_rows
+from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
 
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     # Triton 3.3 does not compile these kernels, and 3.5 divides with denormal numbers flushed to zero.
     raise ImportError(f"Triton {triton.__version__} is installed")
 
-dct_tiles, hadamard_tiles = gpu_bases.dct_tiles, gpu_bases.hadamard_tiles
+dct_tiles, hadamard_tiles, hadamard_at = gpu_bases.dct_tiles, gpu_bases.hadamard_tiles, gpu_bases.hadamard_at
+cast_messages, add_cast_messages = gpu_messages.cast_messages, gpu_messages.add_cast_messages
+copy_runs = gpu_messages.copy_runs
 quantize_rows, quantize_rows_between = gpu_rows.quantize_rows, gpu_rows.quantize_rows_between
 dequantize_rows_add = gpu_rows.dequantize_rows_add
 square_norm = reference.square_norm
@@ -176,6 +179,36 @@ def dequantize_blocks_sum(
                 num_warps=warps(tile), enable_fp_fusion=False,
             )  # fmt: skip
     return None
+
+
+def quantize_messages(
+    x: Tensor,
+    at: int,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    out: Tensor,
+    table: MessageTable,
+    keys: Keys | None,
+    residual: ResidualBuffers | None,
+) -> None:
+    """See `reference.quantize_messages`. Launches one program, and one more for scales of 16 bits."""
+    operation = gpu_messages.quantize_messages if _covers(form) else reference.quantize_messages
+    operation(x, at, form, dtype, out, table, keys, residual)
+
+
+def dequantize_messages(
+    payloads: Tensor,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    table: MessageTable,
+    out: Tensor,
+    at: int,
+    scale: float,
+    add: bool,
+) -> None:
+    """See `reference.dequantize_messages`. Launches one program."""
+    operation = gpu_messages.dequantize_messages if _covers(form) else reference.dequantize_messages
+    operation(payloads, form, dtype, table, out, at, scale, add)
 
 
 def _group(form: BlockFormat) -> tuple[int, int]:

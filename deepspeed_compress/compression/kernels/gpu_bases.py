@@ -50,6 +50,32 @@ def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     return None
 
 
+def hadamard_at(x: Tensor, out: Tensor, places: Tensor, size: int) -> None:
+    """See `reference.hadamard_at`; `places` is on the device. Blocks of more than 8192 elements use the reference."""
+    if size > _MAX_BLOCK:
+        return reference.hadamard_at(x, out, places, size)
+    with torch.cuda.device(out.get_device()):
+        _hadamard_at[(len(places),)](
+            x, out, places, size**-0.5, size=size, num_warps=max(1, size // _WARP_TILE), enable_fp_fusion=False
+        )
+    return None
+
+
+@triton.jit
+def _hadamard_at(x, out, places, factor, size: tl.constexpr):
+    place = tl.load(places + tl.program_id(0)) + tl.arange(0, size)
+    tl.store(out + place, _transformed(tl.load(x + place) * factor, size))
+
+
+@triton.jit
+def _transformed(x, size: tl.constexpr):
+    """Apply the butterflies of all strides to the blocks of `size` elements of the flat `x`."""
+    stages: tl.constexpr = size.bit_length() - 1
+    for stage in tl.static_range(stages):
+        x = _butterflies(x, 1 << stage)
+    return x
+
+
 @triton.jit(do_not_specialize=["count"])
 def _hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr):
     """Multiply each of `count` blocks by `factor` times Sylvester's matrix of `size` rows, `group` blocks per program.
@@ -59,10 +85,7 @@ def _hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr
     place = tl.program_id(0).to(tl.int64) * (group * size) + tl.arange(0, group * size)
     inside = place < count * size
     x = tl.load(tiles + place, mask=inside, other=0.0) * factor
-    stages: tl.constexpr = size.bit_length() - 1
-    for stage in tl.static_range(stages):
-        x = _butterflies(x, 1 << stage)
-    tl.store(out + place, x, mask=inside)
+    tl.store(out + place, _transformed(x, size), mask=inside)
 
 
 @triton.jit

@@ -114,46 +114,49 @@ def encode(
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
         # Same call with a constant: comparison with a multiple of 16 keeps 16-byte loads intact.
-        _encode(
-            x, before, after, numbers, codes, first, group * block, group * block // (8 // bits),
+        encode_tile(
+            x + first, before + first, after + first, numbers + first // block,
+            tl.multiple_of(codes + first // (8 // bits), alignment), first, group * block, group * block // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
-            alignment,
         )  # fmt: skip
     else:
-        _encode(
-            x, before, after, numbers, codes, first, (numel - first).to(tl.int32), code_bytes - first // (8 // bits),
+        encode_tile(
+            x + first, before + first, after + first, numbers + first // block,
+            tl.multiple_of(codes + first // (8 // bits), alignment), first, (numel - first).to(tl.int32),
+            code_bytes - first // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
-            alignment,
         )  # fmt: skip
 
 
 @triton.jit
-def _encode(
-    x, before, after, numbers, codes, first, left, room, decay, key_low, key_high,
+def encode_tile(
+    x, before, after, numbers, codes, index, left, room, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
     limit: tl.constexpr, after_limit: tl.constexpr, has_residual: tl.constexpr, stochastic: tl.constexpr,
-    alignment: tl.constexpr,
 ):  # fmt: skip
-    """Encode the blocks from element `first` on, given `left` remaining elements and `room` bytes for codes."""
+    """Encode `group` blocks, given `left` remaining elements and `room` bytes for codes.
+
+    Pointers are those of the first block. `index` numbers its first element in the message.
+    """
     row = tl.arange(0, group)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
     inside = place < left
-    message = tl.load(x + first + place, mask=inside, other=0.0)
+    message = tl.load(x + place, mask=inside, other=0.0)
     if has_residual:
-        message += as_fp32(tl.load(before + first + place, mask=inside, other=0)) * decay
+        message += as_fp32(tl.load(before + place, mask=inside, other=0)) * decay
 
     widths = tl.minimum(tl.maximum(left - row * block, 1), block).to(tl.float64)
     stored = from_fp32(_scales(message, widths, limit, kind, levels), numbers.dtype.element_ty)
-    tl.store(numbers + first // block + row, stored, mask=row * block < left)
+    tl.store(numbers + row, stored, mask=row * block < left)
     scales = as_fp32(stored)
 
-    values = _codes(message, scales, (first + place).to(tl.uint32), key_low, key_high, kind, levels, stochastic)
+    values = _codes(message, scales, (index + place).to(tl.uint32), key_low, key_high, kind, levels, stochastic)
     values = tl.where(inside, values & ((1 << bits) - 1), 0)
-    _store_packed(values, place, tl.multiple_of(codes + first // (8 // bits), alignment), room, bits)
+    _store_packed(values, place, codes, room, bits)
     if has_residual:
         # Not a product with -scales: Triton before 3.9 computes 0 - 0, so -0.0 would not be kept.
         rest = message - scales[:, None] * _signed(values, kind, bits).to(tl.float32)
-        tl.store(after + first + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
+        tl.store(after + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
 
 
 @triton.jit
@@ -211,8 +214,18 @@ def _decode(
         begin = tl.multiple_of(codes[message] + first // per_byte, alignment)
         packed += (tl.load(begin + byte, mask=byte < (left + per_byte - 1) // per_byte, other=0),)  # type: ignore[assignment]
         scales += (tl.load(numbers[message] + first // block + row, mask=row * block < left, other=0),)  # type: ignore[assignment]
-    for message in tl.static_range(len(codes)):
+    total = accumulate(total, scales, packed, factor, kind, bits, block, group)
+    tl.store(target, total, mask=place < left)
+
+
+@triton.jit
+def accumulate(
+    total, scales, packed, factor, kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr
+):
+    """Add `factor` times messages, given tuples of their scales and packed codes, to `total` ([`group`, `block`])."""
+    per_byte: tl.constexpr = 8 // bits
+    for message in tl.static_range(len(packed)):
         values = packed[message].to(tl.int32)[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]
         signed = _signed(tl.reshape(values & ((1 << bits) - 1), [group, block]), kind, bits).to(tl.float32)
         total += (as_fp32(scales[message]) * factor)[:, None] * signed
-    tl.store(target, total, mask=place < left)
+    return total

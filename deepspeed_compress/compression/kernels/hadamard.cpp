@@ -89,4 +89,11 @@ void compress_hadamard(const float* blocks, int64_t count, int64_t size, float* 
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t block = 0; block < count; block++) transform(blocks + block * size, size, factor, out + block * size);
 }
+
+// The same for the blocks that begin at `places` of x and out.
+void compress_hadamard_at(const float* x, const int64_t* places, int64_t count, int64_t size, float* out, int threads) {
+    const float factor = float(1 / std::sqrt(double(size)));
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) transform(x + places[i], size, factor, out + places[i]);
+}
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "numbers.h"
+#include "tables.h"
 
 namespace {
 
@@ -109,5 +110,32 @@ void compress_unpack_bits(const uint8_t* packed, int width, int64_t count, int64
         values[i] = int64_t(pending & ((uint64_t(1) << width) - 1));
         pending >>= width, held -= width;
     }
+}
+
+void compress_cast_messages(const float* x, int at, const Row* rows, int64_t count, int type, uint8_t* out, int threads) {
+    for_rows(rows, count, threads, [&](const Row& row, int inside) {
+        const int64_t used = row.numel * bytes_of(type);
+        compress_cast(x + row.at(at), row.numel, out + row.begin, type, inside);
+        std::memset(out + row.begin + used, 0, row.end - row.begin - used);
+    });
+}
+
+// Adds `messages` tables of messages, which are `stride` bytes apart.
+void compress_add_cast_messages(const uint8_t* packed, int64_t messages, int64_t stride, const Row* rows, int64_t count,
+                                int type, float* out, int at, float scale, int add, int threads) {
+    for_rows(rows, count, threads, [&](const Row& row, int inside) {
+        float* target = out + row.at(at);
+        if (!add) std::fill(target, target + row.numel, 0.0f);
+        for (int64_t m = 0; m < messages; m++)
+            compress_add_cast(packed + m * stride + row.begin, type, row.numel, target, scale, inside);
+    });
+}
+
+// Copies the elements of each row, of `size` bytes, from `source` to `first`, or back.
+void compress_copy_runs(const char* x, char* out, const Row* rows, int64_t count, int64_t size, int back, int threads) {
+    for_rows(rows, count, threads, [&](const Row& row, int) {
+        const int64_t begin = back ? row.first : row.source, end = back ? row.source : row.first;
+        std::memcpy(out + end * size, x + begin * size, row.numel * size);
+    });
 }
 }

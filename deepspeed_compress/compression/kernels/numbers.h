@@ -118,4 +118,18 @@ inline float uniform_number(uint32_t counter, uint64_t key) {
     return float(int32_t(x >> 8)) * 0x1p-24f;
 }
 
+// Returns the key of the parts that gave `state`, and `part` (tables.next_key).
+inline uint64_t next_key(uint64_t state, uint64_t part) {
+    state += part + 0x9E3779B97F4A7C15ull;
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
+    state = (state ^ state >> 27) * 0x94D049BB133111EBull;
+    return state ^ state >> 31;
+}
+
+// Returns the key of a message (tables.Keys.of).
+inline uint64_t message_key(uint64_t state, uint64_t sender, int64_t owner, int64_t channel) {
+    const uint64_t shared = next_key(next_key(state, uint64_t(owner)), uint64_t(channel));
+    return shared >> 32 << 32 | next_key(shared, sender) >> 32;
+}
+
 }  // namespace

@@ -15,6 +15,7 @@
 #include "packing.h"
 #include "rules.h"
 #include "scales.h"
+#include "tables.h"
 
 namespace {
 
@@ -232,5 +233,22 @@ void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits
     if (!whole_bytes) pack(spare.data(), n, form, codes);
     const int64_t used = ::code_bytes(form, n);
     if (code_bytes > used) std::memset(codes + used, 0, code_bytes - used);
+}
+
+// Quantizes each message: its elements begin at column `at` of its row, and its residuals at `first`.
+void compress_quantize_messages(const float* x, int at, const Row* rows, int64_t count, int kind, int levels, int bits,
+                                int64_t block_size, double limit, int number_type, uint8_t* out, int stochastic,
+                                uint64_t state, uint64_t sender, int residual_type, const void* before, float decay,
+                                void* after, int threads) {
+    for_rows(rows, count, threads, [&](const Row& row, int inside) {
+        uint8_t* message = out + row.begin;
+        const int64_t size = (row.numel + block_size - 1) / block_size * bytes_of(number_type), begin = aligned(size);
+        std::memset(message + size, 0, begin - size);
+        const int64_t offset = residual_type == NONE ? 0 : row.first * bytes_of(residual_type);
+        compress_quantize(x + row.at(at), row.numel, kind, levels, bits, block_size, limit, message, number_type,
+                          message + begin, row.end - row.begin - begin, stochastic,
+                          message_key(state, sender, row.owner, row.channel), residual_type,
+                          static_cast<const char*>(before) + offset, decay, static_cast<char*>(after) + offset, inside);
+    });
 }
 }

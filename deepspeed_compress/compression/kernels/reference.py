@@ -13,6 +13,17 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference_bases, reference_bits, reference_kinds
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import (
+    BEGIN,
+    CHANNEL,
+    END,
+    FIRST,
+    NUMEL,
+    OWNER,
+    SOURCE,
+    Keys,
+    MessageTable,
+)
 
 dct_tiles, hadamard_tiles = reference_bases.dct_tiles, reference_bases.hadamard_tiles
 pack_bits, unpack_bits = reference_bits.pack_bits, reference_bits.unpack_bits
@@ -206,6 +217,107 @@ def dequantize_blocks_sum(
         out.zero_()
     for numbers, codes in messages:
         dequantize_blocks_add(numbers, codes, form, out, scale)
+
+
+def quantize_messages(
+    x: Tensor,
+    at: int,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    out: Tensor,
+    table: MessageTable,
+    keys: Keys | None,
+    residual: ResidualBuffers | None,
+) -> None:
+    """Apply `quantize_blocks` to each message of `table`.
+
+    A message consists of its scales in `dtype` and its codes, each zero-padded to a multiple of 4 bytes.
+
+    Args:
+        x: flat fp32, whose messages begin at column `at` of the table.
+        at: column of the table.
+        form: format of the blocks.
+        dtype: dtype of the scales.
+        out: uint8, the messages.
+        table: place of each message.
+        keys: keys of stochastic rounding.
+        residual: error-feedback buffers, whose messages begin at `FIRST`.
+    """
+    for row in table.values:
+        first, numel = row[FIRST], row[NUMEL]
+        numbers, codes = _fields(out[row[BEGIN] : row[END]], form, dtype, numel, clear=True)
+        part = None if residual is None else residual.part(first, first + numel)
+        key = None if keys is None else keys.of(row[OWNER], row[CHANNEL])
+        quantize_blocks(x[row[at] : row[at] + numel], form, numbers, codes, key, part)
+
+
+def dequantize_messages(
+    payloads: Tensor,
+    form: BlockFormat,
+    dtype: torch.dtype,
+    table: MessageTable,
+    out: Tensor,
+    at: int,
+    scale: float,
+    add: bool,
+) -> None:
+    """Add `scale` times the messages of `payloads` (uint8 [n, bytes]), in order, to their elements of `out`.
+
+    If not `add`, these elements are overwritten. They begin at column `at` of the table.
+    """
+    for row in table.values:
+        numel = row[NUMEL]
+        fields = [_fields(one[row[BEGIN] : row[END]], form, dtype, numel) for one in payloads]
+        dequantize_blocks_sum(fields, form, out[row[at] : row[at] + numel], scale, add)
+
+
+def _fields(
+    message: Tensor, form: BlockFormat, dtype: torch.dtype, numel: int, clear: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the scales and the codes in a message. If `clear`, set the bytes between them to zero."""
+    size = -(-numel // form.block_size) * dtype.itemsize
+    begin = -(-size // 4) * 4
+    if clear:
+        message[size:begin].zero_()
+    return message[:size].view(dtype), message[begin:]
+
+
+def cast_messages(x: Tensor, at: int, dtype: torch.dtype, out: Tensor, table: MessageTable) -> None:
+    """Apply `cast` to each message of `table`, and fill the rest of each with 0; see `quantize_messages`."""
+    for row in table.values:
+        message, used = out[row[BEGIN] : row[END]], row[NUMEL] * dtype.itemsize
+        cast(x[row[at] : row[at] + row[NUMEL]], message[:used].view(dtype))
+        message[used:].zero_()
+
+
+def add_cast_messages(
+    payloads: Tensor, dtype: torch.dtype, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
+) -> None:
+    """Apply `add_cast` to each message; see `dequantize_messages`."""
+    for row in table.values:
+        target, end = out[row[at] : row[at] + row[NUMEL]], row[BEGIN] + row[NUMEL] * dtype.itemsize
+        if not add:
+            target.zero_()
+        for one in payloads:
+            add_cast(one[row[BEGIN] : end].view(dtype), target, scale)
+
+
+def copy_runs(x: Tensor, out: Tensor, table: MessageTable, back: bool) -> None:
+    """Copy the elements of each row of `table` from `SOURCE` of `x` to `FIRST` of `out`, or the other way if `back`.
+
+    Both tensors are flat and have the same dtype.
+    """
+    begin, end = (FIRST, SOURCE) if back else (SOURCE, FIRST)
+    for row in table.values:
+        out[row[end] : row[end] + row[NUMEL]] = x[row[begin] : row[begin] + row[NUMEL]]
+
+
+def hadamard_at(x: Tensor, out: Tensor, places: Tensor, size: int) -> None:
+    """Apply `hadamard_tiles` to the blocks of `size` elements that begin at `places` (int64 on the CPU)."""
+    width = 1 << size.bit_length() // 2
+    for place in places.tolist():
+        shape = (1, 1, size // width, width)
+        hadamard_tiles(x[place : place + size].view(shape), out[place : place + size].view(shape), False)
 
 
 def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:

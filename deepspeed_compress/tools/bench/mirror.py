@@ -9,6 +9,7 @@ step without a network limit. The training result is meaningless, because the ot
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ def reflect(sent: Tensor | None, output: Tensor) -> None:
         output.zero_()
 
 
+def _reflect_all(sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Apply `reflect` to all pairs, in as few launches as a backend needs for a collective."""
+    pairs = [(one, output) for one, output in zip(sent, outputs, strict=True) if output.numel()]
+    equal = [(one, output) for one, output in pairs if one.shape == output.shape]
+    others = [output for one, output in pairs if one.shape != output.shape]
+    if equal:
+        torch._foreach_copy_([output for _, output in equal], [one for one, _ in equal])
+    if others:
+        torch._foreach_zero_(others)
+
+
 class Mirror(dist.ProcessGroup):
     """Process group with the collectives that DeepSpeed and the package call, as copies on this rank's device.
 
@@ -96,14 +108,13 @@ class Mirror(dist.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         for parts, mine in zip(outputs, inputs, strict=True):
-            for part in parts:
-                reflect(mine, part)
+            _reflect_all([mine] * len(parts), parts)
         return _done()
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        # Copy one by one, because `mine` may be a part of the output.
-        for part in output.view(self.size(), -1):
-            part.copy_(mine.view(-1))
+        # A copy, because `mine` may be a part of the output.
+        reflected = mine.clone().view(-1)
+        output.view(self.size(), -1).copy_(reflected)
         return _done()
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
@@ -114,8 +125,24 @@ class Mirror(dist.ProcessGroup):
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        for output, sent in zip(outputs, inputs, strict=True):
-            reflect(sent, output)
+        _reflect_all(inputs, outputs)
+        return _done()
+
+    def alltoall_base(
+        self, output: Tensor, sent: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any = None
+    ) -> Any:
+        """Exchange parts of buffers. Neighboring parts that are as long as the message are copied at once."""
+        if list(outputs) == list(inputs):
+            output.copy_(sent)
+            return _done()
+        output.zero_()
+        targets, sources = list(accumulate(outputs, initial=0)), list(accumulate(inputs, initial=0))
+        same = [one == other and one > 0 for one, other in zip(outputs, inputs, strict=True)]
+        for is_same, peers in groupby(range(self.size()), same.__getitem__):
+            run = list(peers)
+            if is_same:
+                first, end = run[0], run[-1] + 1
+                output[targets[first] : targets[end]] = sent[sources[first] : sources[end]]
         return _done()
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
