@@ -275,7 +275,7 @@ BUGS: Mapping[str, Bug] = {
         ("backends/deepspeed/test_switching.py",),
     ),
     "coarse weights cost no steps": Bug(
-        "policy/adaptive.py",
+        "policy/selector.py",
         "return weights_penalty(self.weights[choice.weights], step) if len(self.weights) > 1 else 1.0",
         "return 1.0",
         ("policy/test_candidates.py",),

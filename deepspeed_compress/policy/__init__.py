@@ -1,10 +1,10 @@
 """Decisions between steps about the settings in force. All ranks decide alike, because they use the same figures."""
 
-from deepspeed_compress.policy.adaptive import AllowedChoices, CandidateSelector
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
+from deepspeed_compress.policy.decider import Actions, Observation, StepPlan
 from deepspeed_compress.policy.measurement import Choice, Measurement, WeightCosts
-from deepspeed_compress.policy.observation import Observation
-from deepspeed_compress.policy.policy import Actions, Policy, StepPlan
+from deepspeed_compress.policy.policy import Policy
+from deepspeed_compress.policy.selector import AllowedChoices, CandidateSelector
 
 __all__ = [
     "Actions",

@@ -1,16 +1,20 @@
-"""Choice between compressed steps and uncompressed ones of the engine alone, by their measured times.
+"""The decider of `auto`: compressed steps, or uncompressed ones of the engine alone, whichever take less time.
 
 Both kinds take turns, a few steps at a time: U U U U C C C C U U U U C C C C ... Each change of kind gives a pair: the
 last step before it, and the first later one that feels nothing of it any more. Every second pair begins with the other
 kind (ABBA), so what makes all steps slower or faster meanwhile (a slow start, a warmer processor) cancels out.
 """
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from deepspeed_compress.config.models import Auto
+from deepspeed_compress.config import CompressConfig, brief
+from deepspeed_compress.config.places import NoneGradients
+from deepspeed_compress.monitor import Event
+from deepspeed_compress.policy.decider import Decider, StepPlan
 
 RUN = 4
 """Number of steps of one kind in a row. The first two are not measured: messages of the other kind may still arrive,
@@ -43,57 +47,24 @@ class Pair:
     compressed_ms: float
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of a comparison.
-
-    Attributes:
-        compresses: True if later steps are compressed.
-        pairs: the pairs that decided.
-    """
-
-    compresses: bool
-    pairs: Sequence[Pair]
-
-    @property
-    def faster(self) -> int:
-        """Return the number of pairs in which the compressed step was faster."""
-        return sum(pair.compressed_ms < pair.uncompressed_ms for pair in self.pairs)
-
-    @property
-    def evidence(self) -> dict[str, float]:
-        """Return the median milliseconds of each kind, the number of pairs, and in how many compression was faster."""
-        if not self.pairs:
-            return {}
-        medians = {
-            "uncompressed_ms": statistics.median(pair.uncompressed_ms for pair in self.pairs),
-            "compressed_ms": statistics.median(pair.compressed_ms for pair in self.pairs),
-        }
-        return {**medians, "pairs": len(self.pairs), "faster": self.faster}
-
-    @property
-    def reason(self) -> str:
-        if not self.pairs:
-            return "no steps could be timed, so this run continues uncompressed"
-        ours, theirs = self.evidence["compressed_ms"], self.evidence["uncompressed_ms"]
-        what = f"compressed steps take {ours:.0f} ms, uncompressed ones {theirs:.0f} ms"
-        sure = f"compressed ones were faster in {self.faster} of {len(self.pairs)} pairs"
-        return f"{what}; {sure}, so {'compression stays' if self.compresses else 'this run continues uncompressed'}"
-
-
-class AutoChoice:
+class AutoChoice(Decider):
     """Comparison at the start of a run, and a new one when the times of steps have changed.
 
     Skipped steps are not passed to it. What ranks do not share (times and shapes of single steps) is not saved, so a
     pair that a resumed run has not seen from its beginning does not count.
     """
 
-    def __init__(self, config: Auto) -> None:
-        self._config = config
+    def __init__(self, config: CompressConfig, record: Callable[[Event], None]) -> None:
+        assert config.auto is not None
+        self._config, self._record = config.auto, record
+        self._compressed = brief(config.gradients)
+        self._compared = config.model_dump(mode="json", include={"gradients", "weights"})
+        """Settings that are compared with uncompressed steps, as plain data for JSON."""
         self._interval = _INTERVAL
-        self._begin()
+        self.restart()
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
+        """Begin a new comparison with the next step."""
         self._steps = 0
         """Steps since the comparison began; after the choice, since that or the last check."""
         self._pairs: list[Pair] = []
@@ -111,14 +82,13 @@ class AutoChoice:
         self._shapes: Any = None
         self._reshaped = False
 
+    def plan(self, step: int, plan: StepPlan) -> StepPlan:
+        return replace(plan, settings=NoneGradients(), alone=True) if self.alone else plan
+
     @property
     def length(self) -> int:
         """Return the smallest number of steps from the start of a comparison to the first step of the faster kind."""
         return RUN * (self._config.steps + 2) + 1
-
-    def restart(self) -> None:
-        """Begin a new comparison with the next step."""
-        self._begin()
 
     @property
     def measures(self) -> bool:
@@ -138,7 +108,7 @@ class AutoChoice:
         return self._chosen_ms is not None and self._steps >= self._interval - RECENT
 
     def see(self, step_ms: float, shapes: Any) -> bool:
-        """Note an applied step; return True if all ranks must now `close` a run of steps.
+        """Note an applied step; return True if all ranks must now `choose`.
 
         Args:
             step_ms: milliseconds of the step on this rank; NaN if it was not timed.
@@ -163,70 +133,97 @@ class AutoChoice:
         reshaped, self._reshaped = self._reshaped, False
         return (-first, -second, float(reshaped), float(not can_switch))
 
-    def close(self, figures: Figures) -> Verdict | None:
-        """End a run of steps, given the largest figures of all ranks; return the choice if it is made."""
-        assert self.measures
-        first, second, reshaped = -figures[0], -figures[1], bool(figures[2])
+    def choose(self, step: int, figures: Figures) -> None:
+        """Compare the last two runs of steps, or check the times after a choice.
+
+        Args:
+            step: the finished step.
+            figures: the largest of all ranks.
+        """
+        first, second, reshaped, is_stuck = -figures[0], -figures[1], bool(figures[2]), bool(figures[3])
+        if is_stuck:
+            self._stop(step)
+        elif self.measures:
+            self._compare(step, first, second, reshaped)
+        else:
+            self._check(step, first)
+
+    def _compare(self, step: int, first: float, second: float, reshaped: bool) -> None:
+        """Add a pair, if it is one, and choose if there are enough of them."""
         # The first run of uncompressed steps is a warm-up, and so is the beginning of the first compressed one.
-        if 0 < min(first, second) < float("inf") and self._steps > 2 * RUN:
+        if 0 < min(first, second) < math.inf and self._steps > 2 * RUN:
             self._pairs.append(Pair(second, first) if _is_alone(self._steps - 1) else Pair(first, second))
             self._alike = 0 if reshaped else self._alike + 1
         enough = self._config.steps
-        if self._alike < enough and self._steps < RUN * (_LIMIT * enough + 2):
-            return None
-        return self._choose(self._pairs[-enough:] if self._alike >= enough else self._pairs)
+        if self._alike >= enough or self._steps >= RUN * (_LIMIT * enough + 2):
+            self._decide(step, self._pairs[-enough:] if self._alike >= enough else self._pairs)
 
-    def _choose(self, pairs: list[Pair]) -> Verdict:
-        ratios = [pair.compressed_ms / pair.uncompressed_ms for pair in pairs]
-        faster = sum(ratio < 1 for ratio in ratios)
+    def _decide(self, step: int, pairs: Sequence[Pair]) -> None:
+        faster = sum(pair.compressed_ms < pair.uncompressed_ms for pair in pairs)
         sure = bool(pairs) and faster > _SURE * len(pairs)
+        ratios = [pair.compressed_ms / pair.uncompressed_ms for pair in pairs]
         self._compresses = sure and statistics.median(ratios) <= 1 - self._config.margin
-        times = [pair.compressed_ms if self._compresses else pair.uncompressed_ms for pair in pairs]
-        self._chosen_ms = statistics.median(times) if times else None
+        reason, self._chosen_ms = "no steps could be timed, so this run continues uncompressed", None
+        evidence: dict[str, float] = {}
+        if pairs:
+            theirs, ours = (statistics.median(times) for times in zip(*map(astuple, pairs), strict=True))
+            self._chosen_ms = ours if self._compresses else theirs
+            evidence = {"uncompressed_ms": theirs, "compressed_ms": ours, "pairs": len(pairs), "faster": faster}
+            reason = (
+                f"compressed steps take {ours:.0f} ms, uncompressed ones {theirs:.0f} ms; compressed ones were faster "
+                f"in {faster} of {len(pairs)} pairs, so "
+                f"{'compression stays' if self._compresses else 'this run continues uncompressed'}"
+            )
         self._steps, self._pairs, self._alike = 0, [], 0
         self._forget()
-        return Verdict(self._compresses, pairs)
+        self._record(Event(step, "auto", reason, evidence, self._compressed, self._text))
 
-    def check(self, figures: Figures) -> tuple[float, float] | None:
-        """Compare the times of the last steps, the largest figures of all ranks, with those at the choice.
-
-        Returns:
-            If they have changed, and a new comparison begins: the milliseconds of a step then, and now.
-        """
+    def _check(self, step: int, now: float) -> None:
+        """Begin a new comparison if steps take `now` milliseconds, and took another time at the choice."""
         assert self._chosen_ms is not None
-        before, now = self._chosen_ms, -figures[0]
-        self._steps = 0
-        if not 0 < now < float("inf") or 1 / CHANGED < now / before < CHANGED:
-            return None
+        before, text, self._steps = self._chosen_ms, self._text, 0
+        if not 0 < now < math.inf or 1 / CHANGED < now / before < CHANGED:
+            return
         self._interval *= 2
-        self._begin()
-        return before, now
+        self.restart()
+        reason = f"steps take {now:.0f} ms, and took {before:.0f} ms at the last comparison, so it is repeated"
+        self._record(Event(step, "auto", reason, {"before_ms": before, "now_ms": now}, text, text))
 
-    def stop(self) -> None:
+    def _stop(self, step: int) -> None:
         """End the comparison without measuring further. Steps of the present kind remain."""
-        if self.measures:
+        if self._compresses is None:
             self._compresses = not _is_alone(self._steps - 1)
         self._chosen_ms = None
+        reason = "other code on some rank prevents a change, so the run continues as it is"
+        self._record(Event(step, "auto", reason, {}, self._text, self._text))
+
+    @property
+    def _text(self) -> str:
+        """Return the settings of gradients after the choice, in short form."""
+        return self._compressed if self._compresses else "none"
 
     def saved(self) -> dict[str, Any]:
-        """Return the state that later steps depend on, for JSON. It is the same on all ranks."""
-        return {
+        """Return the state that later steps depend on. It is the same on all ranks."""
+        state = {
+            "of": self._compared,
             "compresses": self._compresses,
             "steps": self._steps,
-            "pairs": [[pair.uncompressed_ms, pair.compressed_ms] for pair in self._pairs],
+            "pairs": [astuple(pair) for pair in self._pairs],
             "alike": self._alike,
             "chosen_ms": self._chosen_ms,
             "interval": self._interval,
         }
+        return {"auto": state}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the state that `saved` returned."""
-        self._begin()
-        self._compresses = saved["compresses"]
-        # Older state files have only the choice.
-        self._steps, self._alike = saved.get("steps", 0), saved.get("alike", 0)
-        self._pairs = [Pair(*pair) for pair in saved.get("pairs", ())]
-        self._chosen_ms, self._interval = saved.get("chosen_ms"), saved.get("interval", _INTERVAL)
+        """Continue from the saved state, unless other settings were compared."""
+        state = saved.get("auto")
+        if state is None or state["of"] != self._compared:
+            return
+        self.restart()
+        self._compresses, self._steps, self._alike = state["compresses"], state["steps"], state["alike"]
+        self._pairs = [Pair(*pair) for pair in state["pairs"]]
+        self._chosen_ms, self._interval = state["chosen_ms"], state["interval"]
 
 
 def _is_alone(step: int) -> bool:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, patched
 from deepspeed_compress.config.models import Phase, Ramp
 from deepspeed_compress.config.patches import patched_weights
 from deepspeed_compress.config.schedules import phase_ends
 from deepspeed_compress.config.sparse_methods import SparseConfig
+from deepspeed_compress.policy.decider import Decider, StepPlan
 
 RAMP_STAGES = 16
 """Number of stages in which a ramp lowers the density. Every density has its own message sizes."""
@@ -22,11 +23,14 @@ _SHAPES: Mapping[str, Callable[[float, float, float], float]] = {
 
 
 @dataclass(frozen=True)
-class SettingsSchedule:
+class SettingsSchedule(Decider):
     """The schedule of `config`. `total` is the number of optimizer steps of training; only phases need it."""
 
     config: CompressConfig
     total: int | None = None
+
+    def plan(self, step: int, plan: StepPlan) -> StepPlan:
+        return replace(plan, settings=self.at(step), weights=self.weights_at(step))
 
     def at(self, step: int) -> GradientsConfig:
         """Return the settings of `gradients` in optimizer step `step` (0-based); method "none" during the warm-up."""

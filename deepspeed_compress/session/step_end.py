@@ -66,7 +66,9 @@ class StepEnd:
 
     def _observe(self, finished: FinishedStep, timed_ms: float | None) -> Observation:
         means = StepMeans() if self._inputs is None else self._inputs.losses.next(timed_ms)
-        residuals = self._largest_residual(finished) if self._policy.wants_residuals(finished.step) else None
+        guard = self._policy.guard
+        wants_residuals = guard is not None and guard.wants_residuals(finished.step, self._settings.plan)
+        residuals = self._largest_residual(finished) if wants_residuals else None
         return Observation(finished.step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
 
     def _report(self, seen: Observation, finished: FinishedStep, step_ms: float | None, alone: bool) -> None:
@@ -91,7 +93,8 @@ class StepEnd:
             return
         waited = self._meter.milliseconds()["communicate"] - exchange_ms
         group = self._settings.reducers.every[0].group
-        self._policy.adapt(finished.step, prober.measure(group, waited / 1e3, timed_ms / 1e3))
+        assert self._policy.adaptation is not None
+        self._policy.adaptation.choose(finished.step, prober.measure(group, waited / 1e3, timed_ms / 1e3))
         # The measurement is not part of any step's time.
         self._reporter.step_ended()
 
@@ -105,7 +108,7 @@ class StepEnd:
         assert largest is not None
         step_ms, shapes = watch.finish(timed=finished.applied and auto.times_next)
         if finished.applied and auto.see(step_ms, shapes):
-            self._policy.choose(finished.step, largest(auto.figures(self._can_switch())))
+            auto.choose(finished.step, largest(auto.figures(self._can_switch())))
 
     def _can_switch(self) -> bool:
         """Return True if the next step may be compressed if this one was not, or the reverse; warn if not."""
@@ -120,8 +123,8 @@ class StepEnd:
 
     def _check_residuals(self, finished: FinishedStep) -> None:
         """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
-        largest = self._largest_residual(finished)
-        if largest is not None and self._policy.damaged(finished.step, largest):
+        guard, largest = self._policy.guard, self._largest_residual(finished)
+        if guard is not None and largest is not None and guard.damaged(finished.step, self._settings.plan, largest):
             self._residuals.clear_residuals()
 
     def _largest_residual(self, finished: FinishedStep) -> float | None:

@@ -15,11 +15,11 @@ from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import SECTION, brief, parse_section
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Choice, Measurement
+from deepspeed_compress.monitor import Event
+from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Choice, Measurement, Observation, StepPlan
 from deepspeed_compress.policy.adaptation import Adaptation
-from deepspeed_compress.policy.adaptive import allocations
-from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.penalty import CURVES, penalty
+from deepspeed_compress.policy.selector import allocations
 from deepspeed_compress.session.probing import Prober
 
 MB = 1e6
@@ -198,8 +198,18 @@ def test_one_group_may_be_uncompressed_while_another_is_compressed() -> None:
     assert [(one.parameters, one.method) for one in second.overrides] == [("embed", "blockwise"), (".", "none")]
 
 
+def adaptation_of(**settings: Any) -> tuple[Adaptation, list[Event]]:
+    events: list[Event] = []
+    return Adaptation(section(**settings), events.append), events
+
+
+def take_step(adaptation: Adaptation, step: int, step_ms: float) -> None:
+    plan = StepPlan(section().gradients, section().weights)
+    adaptation.observe(Observation(step, step_ms=step_ms), plan, plan)
+
+
 def test_the_first_measurement_is_repeated_soon_and_later_ones_periodically() -> None:
-    adaptation = Adaptation(section(probe_every=50))
+    adaptation, _ = adaptation_of(probe_every=50)
     assert [adaptation.due(step) for step in range(3)] == [False, True, True]
     steps = [2]
     while steps[-1] < 160:
@@ -210,23 +220,26 @@ def test_the_first_measurement_is_repeated_soon_and_later_ones_periodically() ->
 
 def test_a_step_that_is_slow_by_chance_does_not_change_the_choice() -> None:
     """The measured step takes ten times as long as those before it."""
-    slow, usual = (replace(measured(1e9), step=seconds) for seconds in (1.0, 0.1))
-    expected = Adaptation(section()).choose(20, usual)[2]
-    adaptation = Adaptation(section())
+    slow, usual = (replace(measured(1e9 / 8), step=seconds) for seconds in (1.0, 0.1))
+    undisturbed, expected = adaptation_of()
+    undisturbed.choose(20, usual)
+    adaptation, events = adaptation_of()
     for step in range(15, 18):
-        adaptation.observe(Observation(step, step_ms=100.0))
-    assert adaptation.choose(20, slow)[2] == pytest.approx(expected)
+        take_step(adaptation, step, 100.0)
+    adaptation.choose(20, slow)
+    assert [event.after for event in events] == [event.after for event in expected] != []
+    assert events[0].evidence == pytest.approx(expected[0].evidence)
 
 
 def test_slower_steps_trigger_a_measurement() -> None:
-    adaptation = Adaptation(section(probe_every=50))
+    adaptation, _ = adaptation_of(probe_every=50)
     adaptation.choose(100, measured(1e9))
     for step in range(103, 120):
-        adaptation.observe(Observation(step, step_ms=100.0))
+        take_step(adaptation, step, 100.0)
         assert not adaptation.due(step)
     for step in range(120, 123):
         assert not adaptation.due(step)
-        adaptation.observe(Observation(step, step_ms=160.0))
+        take_step(adaptation, step, 160.0)
     assert adaptation.due(122)
     adaptation.choose(123, measured(1e9))
     assert not adaptation.due(124)
@@ -234,10 +247,12 @@ def test_slower_steps_trigger_a_measurement() -> None:
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_measurement_of_non_finite_gradients_changes_nothing_and_is_repeated_soon(norm: float) -> None:
-    adaptation = Adaptation(section(probe_every=50))
+    adaptation, events = adaptation_of(probe_every=50)
     unknown = replace(measured(1e6), norms=(norm,), errors=((norm,), (0.0,), (norm,), (norm,)))
-    before, after, evidence = adaptation.choose(2, unknown)
-    assert (before, evidence) == (after, {})
+    before = state_of(adaptation)
+    adaptation.choose(2, unknown)
+    assert state_of(adaptation) == {**before, "next": 10}
+    assert not events
     assert next(step for step in range(3, 60) if adaptation.due(step)) == 10
 
 
@@ -261,22 +276,31 @@ def test_a_group_that_sends_nothing_has_no_codec_cost() -> None:
 
 
 def loaded(saved: dict[str, Any], **settings: Any) -> Adaptation:
-    found = Adaptation(section(**settings))
-    found.load(json.loads(json.dumps(saved)))
+    found, _ = adaptation_of(**settings)
+    found.load(json.loads(json.dumps({"adaptation": saved})))
     return found
 
 
 def chosen(*candidates: int, **settings: Any) -> dict[str, Any]:
-    found = Adaptation(section(**settings))
+    found, _ = adaptation_of(**settings)
     found._choice = Choice(candidates)
-    return found.saved()
+    return state_of(found)
+
+
+def state_of(adaptation: Adaptation) -> dict[str, Any]:
+    state: dict[str, Any] = adaptation.saved()["adaptation"]
+    return state
+
+
+def settings_of(adaptation: Adaptation) -> str:
+    return brief(adaptation.plan(9, StepPlan(section().gradients, section().weights)).settings)
 
 
 def test_a_saved_choice_does_not_depend_on_the_order_of_candidates() -> None:
     two_bits = chosen(3)
-    assert brief(loaded(two_bits).settings) == "blockwise bits=2"
-    assert brief(loaded(two_bits, candidates=[{"bits": 2}, {"method": "sign"}]).settings) == "blockwise bits=2"
-    assert loaded(two_bits).saved() == two_bits
+    assert settings_of(loaded(two_bits)) == "blockwise bits=2"
+    assert settings_of(loaded(two_bits, candidates=[{"bits": 2}, {"method": "sign"}])) == "blockwise bits=2"
+    assert state_of(loaded(two_bits)) == two_bits
 
 
 def test_a_saved_choice_does_not_depend_on_the_order_of_groups() -> None:
@@ -295,7 +319,7 @@ def test_a_saved_setting_that_is_not_a_candidate_is_replaced(settings: dict[str,
     with pytest.warns(CompressWarning, match="checkpoint's choice is no longer among the candidates"):
         found = loaded({**saved, "next": 90, "last": 40}, **settings)
     assert (
-        brief(found.adaptive.settings((found._choice.gradients[0],) * len(found._choice.gradients)))
+        brief(found.selector.settings((found._choice.gradients[0],) * len(found._choice.gradients)))
         == "blockwise bits=8"
     )
     assert found.due(48)

@@ -12,7 +12,7 @@ from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Policy, StepPlan
-from deepspeed_compress.policy.ladder import ladder
+from deepspeed_compress.policy.guard import Guard, ladder
 from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
 
 TOPK = {"method": "topk", "density": 0.01}
@@ -127,6 +127,11 @@ class Run:
         self.step = 0
         self.plan = self.policy.begin(0)
 
+    @property
+    def guard(self) -> Guard:
+        assert self.policy.guard is not None
+        return self.policy.guard
+
     def observe(self, steps: int = 1, loss: float | None = 5.0, norm: float | None = 1.0, **seen: Any) -> StepPlan:
         for _ in range(steps):
             self.step += 1
@@ -211,7 +216,7 @@ def test_a_few_unusual_batches_are_not_an_anomaly(seen: dict[str, Any], _: str) 
 def test_nothing_is_an_anomaly_before_a_full_window_is_known(seen: dict[str, Any], _: str) -> None:
     run = Run(window=64)
     run.observe(63)
-    assert not run.policy.skips(1e9)
+    assert not run.guard.skips(1e9)
     run.observe(1, **seen)
     assert not run.events
 
@@ -221,7 +226,7 @@ def test_steps_of_two_kinds_are_not_anomalies() -> None:
     run = Run(window=64)
     for step in range(400):
         run.observe(norm=1.0 if step % 8 < 3 or step < 64 else 1e-6, loss=2.0 + (step % 8 < 3))
-        assert not run.policy.skips(1.0)
+        assert not run.guard.skips(1.0)
     assert not run.events
 
 
@@ -246,22 +251,22 @@ def test_reports_and_dry_runs_change_nothing(guard: dict[str, Any]) -> None:
     assert brief(run.observe(norm=1000.0).settings) == "blockwise bits=4"
     [event] = run.events
     assert event.dry_run == guard.get("dry_run", False)
-    assert not guard.get("dry_run") or not run.policy.skips(1000.0)
+    assert not guard.get("dry_run") or not run.guard.skips(1000.0)
 
 
 def test_only_a_limited_number_of_exploding_steps_is_skipped() -> None:
     run = Run()
-    assert not run.policy.skips(1e9)
+    assert not run.guard.skips(1e9)
     run.observe(10)
-    assert not run.policy.skips(399.0)
+    assert not run.guard.skips(399.0)
     for _ in range(5):
-        assert run.policy.skips(401.0)
+        assert run.guard.skips(401.0)
         run.observe(norm=401.0, applied=False)
-    assert not run.policy.skips(401.0)
-    assert run.policy.skips(math.inf)
+    assert not run.guard.skips(401.0)
+    assert run.guard.skips(math.inf)
     run.observe(8, norm=401.0)
-    assert not run.policy.skips(401.0)
-    assert run.policy.skips(401.0 * 401.0)
+    assert not run.guard.skips(401.0)
+    assert run.guard.skips(401.0 * 401.0)
 
 
 def test_a_skipped_step_does_not_change_the_usual_figures() -> None:
@@ -280,7 +285,7 @@ def test_a_skipped_step_does_not_change_the_usual_figures() -> None:
 def test_damaged_residuals_are_cleared(norm: float, damaged: bool) -> None:
     run = Run()
     run.observe(3, residual_norm=3.0)
-    assert run.policy.damaged(4, norm) == damaged
+    assert run.guard.damaged(4, run.plan, norm) == damaged
     assert run.kinds == ["residuals_cleared"] * damaged
 
 
@@ -448,7 +453,7 @@ def resume_auto(**section: Any) -> bool:
     assert policy.auto is not None
     while policy.auto.measures:
         if policy.auto.see(100.0 if policy.auto.alone else 200.0, ()):
-            policy.choose(12, policy.auto.figures(can_switch=True))
+            policy.auto.choose(12, policy.auto.figures(can_switch=True))
     again = Policy(config(auto={}, **section), None, lambda event: None)
     again.load(json.loads(json.dumps(policy.saved())))
     assert again.auto is not None

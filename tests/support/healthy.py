@@ -216,16 +216,18 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    kind: Kind, guard: dict[str, Any] | None, fault: Fault = lambda step, grad, residual: (grad, residual)
+    kind: Kind, settings: dict[str, Any], fault: Fault = lambda step, grad, residual: (grad, residual)
 ) -> Outcome:
-    """Train under a guard with settings `guard`; None for no guard."""
+    """Train under a guard with `settings`."""
     torch.manual_seed(kind.seed)
     generator = torch.Generator().manual_seed(kind.seed)
     model, loss_of = kind.task(generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=kind.lr, betas=(0.9, 0.95))
     section: dict[str, Any] = {"gradients": METHODS[kind.gradients], "schedule": {"warmup_steps": kind.dense}}
     events: list[Event] = []
-    policy = Policy(parse_section({SECTION: {**section, "guard": guard}}), None, events.append)
+    policy = Policy(parse_section({SECTION: {**section, "guard": settings}}), None, events.append)
+    guard = policy.guard
+    assert guard is not None
     sender, losses, skipped, before = _Sender(sum(p.numel() for p in model.parameters())), [], 0, None
     plan = policy.begin(0)
     for step in range(kind.steps):
@@ -236,14 +238,15 @@ def train(
         sent, residual = sender.send(*fault(step, grad, sender.residual), plan)
         norm = float(sent.norm())
         norm = norm if math.isfinite(norm) else math.inf
-        applied = not policy.skips(norm)
+        applied = not guard.skips(norm)
         if applied:
             sender.residual = residual
             _apply(model, optimizer, sent, norm, kind, step)
         skipped += not applied
-        residual_norm = float(sender.residual.norm()) if policy.wants_residuals(step + 1) else None
+        residual_norm = float(sender.residual.norm()) if guard.wants_residuals(step + 1, plan) else None
         actions = policy.observe(Observation(step + 1, applied, norm, before, residual_norm))
-        if actions.check_residuals and policy.damaged(step + 1, float(sender.residual.norm().nan_to_num(math.inf))):
+        largest = float(sender.residual.norm().nan_to_num(math.inf))
+        if actions.check_residuals and guard.damaged(step + 1, plan, largest):
             sender.residual = torch.zeros_like(sender.residual)
         before, plan = float(loss.detach()), policy.begin(step + 1)
         losses.append(before)

@@ -183,7 +183,7 @@ def _make_steps(engine: Any, parts: Parts, session: Session) -> Steps:
     node = node_unit(engine)
     nodes = None if node is None else attach_nodes(engine, node, session)
     weight_bytes = _no_bytes if nodes else _replace_collectives(engine, parts, session)
-    norms = Norms(engine, parts.policy.skips) if parts.policy.guards else None
+    norms = None if parts.policy.guard is None else Norms(engine, parts.policy.guard.skips)
     ended = byte_counts.count_parallel(engine, parts.run.meter, parts.patches)
     settings = parts.config.rollout
     rollout = None if settings is None else attach_rollout(engine, settings, session.journal, parts.patches)
@@ -221,7 +221,7 @@ def _policy_inputs(engine: Any, parts: Parts, weights: WeightTraffic | None) -> 
         return None
     prober, group = None, deciding_group(engine)
     if parts.policy.adaptation is not None:
-        prober = Prober(parts.policy.adaptation.adaptive, parts.parameters, engine.device, group, weights)
+        prober = Prober(parts.policy.adaptation.selector, parts.parameters, engine.device, group, weights)
     largest = partial(largest_of_all, device=engine.device, group=group)
     return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
 

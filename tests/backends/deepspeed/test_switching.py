@@ -43,7 +43,7 @@ def wanted(table: Mapping[int, str], step: int) -> str:
 
 def steer(engine: Any) -> None:
     """Replace measurements, so that all candidates except the intended one are slow."""
-    prober, adaptive = engine.compression._inputs.prober, engine.compression.policy.adaptation.adaptive
+    prober, adaptive = engine.compression._inputs.prober, engine.compression.policy.adaptation.selector
     measure = prober.measure
 
     def measured(*args: Any) -> Any:
@@ -243,7 +243,7 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
 
     policy.observe = observed
     follow(engine, data(rank, job))
-    adaptive, seen = policy.adaptation.adaptive, session._inputs.prober.last_seen
+    adaptive, seen = policy.adaptation.selector, session._inputs.prober.last_seen
     predicted = {brief(one): sum(row) for one, row in zip(adaptive.candidates, seen.sizes, strict=True)}
     predicted_of_weights = zip(map(brief, adaptive.weights), seen.weights.sizes, strict=True)
     return gradients, of_weights, predicted, dict(predicted_of_weights)
@@ -269,7 +269,7 @@ def usual(rank: int, job: Job, threads: int) -> tuple[list[str], list[str], dict
     """Return settings by step, candidates and weights, with default candidates and real measurements."""
     torch.set_num_threads(1 + rank * threads)
     engine = start(job)
-    candidates = [brief(one) for one in engine.compression.policy.adaptation.adaptive.candidates]
+    candidates = [brief(one) for one in engine.compression.policy.adaptation.selector.candidates]
     return follow(engine, data(rank, job))[1], candidates, weights(engine)
 
 

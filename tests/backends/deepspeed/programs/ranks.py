@@ -61,10 +61,10 @@ class _Alternating(AutoChoice):
         return False
 
     def saved(self) -> dict[str, Any]:
-        return {"steps": self._steps}
+        return {"auto": {"steps": self._steps}}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self._steps = saved["steps"]
+        self._steps = saved["auto"]["steps"]
 
 
 @dataclass(frozen=True)
