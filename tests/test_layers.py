@@ -268,9 +268,9 @@ TABLE = {
     ),
     "tools.tune": allow(
         "checkpointing.directory_lock config backends.deepspeed.builds errors tools.bench.hosts safe_files "
-        "tools.plots tools.report.page tools.run_directory tools.run_files tools.tables",
+        "tools.run_directory tools.run_files tools.tables",
         "rich",
-        lazily="integrations matplotlib",
+        lazily="integrations",
     ),
     "tools.tune.options": allow("tools.arguments tools.options"),
     "tools.tune.rank": allow("errors integrations", lazily="tools.tune.recorder"),

@@ -18,7 +18,6 @@ from deepspeed_compress.config.native import value_at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.tables import new_console
 from deepspeed_compress.tools.tune.halving import make_rungs
 from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
@@ -30,10 +29,9 @@ from deepspeed_compress.tools.tune.summary import (
     as_markdown,
     as_table,
     conclusion,
-    draw_pareto,
     summarise,
 )
-from deepspeed_compress.tools.tune.trials import Trials, excludes_momentum, with_config
+from deepspeed_compress.tools.tune.trials import Trials, with_config
 
 IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
 
@@ -51,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if SECTION in ds_config:
         parse_section(ds_config)
     patches = None if options.space is None else load_space(options.space, ds_config)
-    candidates, left_out = find_candidates(ds_config, patches, excludes_momentum(options.arguments))
+    candidates, left_out = find_candidates(ds_config, patches)
     _check(options, ds_config, candidates, left_out)
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
     held = hold(options.output)
@@ -108,10 +106,7 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, identity, private=True)
         return
-    try:
-        before = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file}: not a JSON object ({error}); choose another --output") from error
+    before = json.loads(file.read_text(encoding="utf-8"))
     other = [key for key in identity if before.get(key) != json.loads(json.dumps(identity[key]))]
     if other:
         what = " and ".join({"command": "command", "ds_config": "content of --config"}[key] for key in other)
@@ -124,8 +119,6 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
 def _announce(console: Console, candidates: Sequence[Candidate], left_out: Sequence[Excluded]) -> None:
     lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
     lines += [f"left out: {left.name}: {left.reason}" for left in left_out]
-    if not can_plot():
-        lines.append(f"no pareto.png and pareto.html: they need matplotlib; write: {INSTALL}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -138,7 +131,8 @@ def _search(
     look = functools.partial(clear_locks, options.clear_locks)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
     # The running trial is in a session of its own, so it must be ended by this process.
-    with signals_as_exceptions(), Display(console, len(candidates) - 1, rungs, budget, look) as display:
+    with signals_as_exceptions():
+        display = Display(console, len(candidates) - 1, rungs, budget, look)
         return search(candidates, rungs, trials, options.metric, budget, display)
 
 
@@ -151,8 +145,6 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     command, shown = shlex.join(words), shlex.join(masked_arguments(words))
     write_json(output / "summary.json", as_json(summary))
     (output / "summary.md").write_text(as_markdown(summary, shown), encoding="utf-8")
-    if can_plot() and summary.rows:
-        draw_pareto(summary, output)
     console.print(as_table(summary))
     lines = conclusion(summary)
     if summary.row is not None:

@@ -98,18 +98,13 @@ def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
     ]
 
 
-def trials_left(candidates: int, rungs: Sequence[Rung]) -> list[tuple[Rung, int]]:
-    """Return each of `rungs` with the largest number of its trials, including the baseline's.
-
-    Args:
-        candidates: Number of candidates, not counting the baseline.
-        rungs: Rungs to hold.
-    """
-    counts: list[tuple[Rung, int]] = []
-    for rung in rungs:
-        counts.append((rung, candidates + 1))
+def most_trials(candidates: int, rungs: Sequence[Rung]) -> int:
+    """Return the largest number of trials of `candidates` and the baseline in `rungs`, if none returns."""
+    trials = 0
+    for _ in rungs:
+        trials += candidates + 1
         candidates = _kept(candidates)
-    return counts
+    return trials
 
 
 def _kept(candidates: int) -> int:

@@ -5,14 +5,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from deepspeed_compress.tools.tune.halving import Result, Round, Rung, promoted, reserve, trials_left
+from deepspeed_compress.tools.tune.halving import Result, Round, Rung, most_trials, promoted, reserve
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from deepspeed_compress.tools.tune.trials import LOG, Trials
 
@@ -53,7 +49,7 @@ SILENT = 30.0
 
 
 class Display:
-    """Progress of the search on the terminal, counted in optimizer steps including those of later rungs.
+    """Progress of the search on the terminal.
 
     `look` searches for causes of a stalled trial, such as abandoned locks, and passes a text for each to its argument.
     It is called until the trial has made its first measured step.
@@ -68,34 +64,22 @@ class Display:
         look: Callable[[Callable[[str], None]], None] = lambda tell: None,
     ) -> None:
         self._console, self._rungs, self._budget, self._look = console, rungs, budget, look
-        self._number, self._count = 0, sum(count for _, count in trials_left(candidates, rungs))
+        self._number, self._count = 0, most_trials(candidates, rungs)
         """Number of the running trial, and the maximum number of trials."""
         self._running = ("", 0)
         """Name and number of steps of the running trial."""
         self._begun = self._told = budget.clock()
         self._pace: float | None = None
         """Seconds per step, including startup, in the last trial that finished."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
-        text = TextColumn("{task.fields[budget]}")
-        self._progress = Progress(*columns, TimeRemainingColumn(), text, console=console, transient=True)
-        self._task = self._progress.add_task("", total=_steps(candidates, rungs), budget="")
-        self._before = 0
-        """Steps of the trials that have ended."""
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._progress.stop()
 
     def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
         self._number += 1
         self._running, self._begun = (candidate.name, rung.steps), self._budget.clock()
         estimate = "" if self._pace is None else f", about {_duration(self._pace * rung.steps)}"
-        self._line(f"trial {self._number} of {self._count}: {candidate.name}, {rung.steps} steps{estimate}, log {log}")
-        text = f"rung {rung.number}/{len(self._rungs)}  {candidate.name}"
-        self._progress.update(self._task, description=escape(text), budget=self._time_left())
+        left = "" if math.isinf(self._budget.left()) else f", {_duration(max(0, self._budget.left()))} left"
+        self._line(
+            f"trial {self._number} of {self._count}: {candidate.name}, {rung.steps} steps{estimate}{left}, log {log}"
+        )
 
     def steps(self, done: int) -> None:
         if self._budget.clock() - self._told > SILENT:
@@ -104,41 +88,26 @@ class Display:
             self._line(f"trial {self._number} of {self._count}: {name}, {done} of {steps} steps after {elapsed}")
             if not done:
                 self._look(self._line)
-        self._progress.update(self._task, completed=self._before + done, budget=self._time_left())
 
     def end(self, result: Result, rung: Rung, again: bool) -> None:
-        self._told = self._budget.clock()
-        self._before += rung.steps
         if result.finished and not again:
             self._pace = result.seconds / rung.steps
-        self.steps(0)
         figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}"
         text = figures if result.finished else f"{result.status}: {result.error}"
         known = ", from before" if again else ""
-        line = f"rung {rung.number}, {rung.steps} steps  {result.name:<22}{text}{known}"
-        self._line(line)
+        self._line(f"rung {rung.number}, {rung.steps} steps  {result.name:<22}{text}{known}")
+
+    def rung_over(self, rung: Rung, left: int) -> None:
+        """Adjust the number of trials after a rung. `left` candidates are promoted, perhaps fewer than expected."""
+        self._count = self._number + (most_trials(left, self._rungs[rung.number :]) if left else 0)
 
     def _line(self, text: str) -> None:
         self._told = self._budget.clock()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def rung_over(self, rung: Rung, left: int) -> None:
-        """Adjust the total after a rung. `left` candidates are promoted, perhaps fewer than expected."""
-        self._count = self._number + sum(count for _, count in trials_left(left, self._rungs[rung.number :]) if left)
-        total = self._before + _steps(left, self._rungs[rung.number :]) if left else self._before
-        self._progress.update(self._task, total=total)
-
-    def _time_left(self) -> str:
-        left = self._budget.left()
-        return "" if math.isinf(left) else f"of {max(0, left) / 60:.0f} min"
-
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def _steps(candidates: int, rungs: Sequence[Rung]) -> int:
-    return sum(rung.steps * count for rung, count in trials_left(candidates, rungs))
 
 
 def search(

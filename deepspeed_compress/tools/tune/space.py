@@ -11,7 +11,6 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, brief, parse_section, with_preset
 from deepspeed_compress.config.contradictions import find_unknown_momentum
-from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError
@@ -78,7 +77,7 @@ class Excluded:
 
 
 def find_candidates(
-    ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None, no_momentum: bool = False
+    ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None
 ) -> tuple[list[Candidate], list[Excluded]]:
     """Return the candidates and those that are left out.
 
@@ -88,7 +87,6 @@ def find_candidates(
     Args:
         ds_config: The user's file. Its section is valid or missing.
         patches: Patches to try. Defaults to those of `SPACE`.
-        no_momentum: Whether the optimizer has no momentum if the file does not specify the optimizer.
     """
     written: Mapping[str, Any] = with_preset(ds_config) or {}
     sections = {FILE: written} if SECTION in ds_config else {}
@@ -96,12 +94,12 @@ def find_candidates(
     kept, left = [_baseline(written)], []
     for name, section in sections.items():
         reason = _reason(ds_config, section) or _same(Candidate(name, section), kept)
-        if patches is None and name != FILE and not reason and not no_momentum:
+        if patches is None and name != FILE and not reason:
             reason = str(find_unknown_momentum(ds_config, Candidate(name, section).config) or "")
         if reason:
             left.append(Excluded(name, reason))
         else:
-            kept.append(Candidate(name, _without_idle_seed(section)))
+            kept.append(Candidate(name, section))
     return kept, left
 
 
@@ -149,12 +147,6 @@ def _methods(candidate: Candidate) -> tuple[Any, ...]:
     """Return the settings in which trials differ."""
     config = candidate.config
     return config.gradients, config.weights, config.parallelism
-
-
-def _without_idle_seed(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `section` without a seed that its method does not use, which training and the linter would warn about."""
-    idle = {notice.pointer for notice in find_notices(CompressConfig.model_validate(section))}
-    return {key: value for key, value in section.items() if key != "seed" or f"/{SECTION}/seed" not in idle}
 
 
 def load_space(file: Path, ds_config: Mapping[str, Any]) -> dict[str, Patch]:

@@ -1,11 +1,8 @@
-"""Result of a search: a row for each candidate, as JSON, as Markdown, on the terminal and as a picture."""
+"""Result of a search: a row for each candidate, as JSON, as Markdown, and on the terminal."""
 
-import html
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -13,8 +10,6 @@ from rich.table import Table
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.numbers import change, finite, shown
-from deepspeed_compress.tools.plots import Label, label_points, new_figure, plain_decades, save_figure, style_axes
-from deepspeed_compress.tools.report.page import document, table
 from deepspeed_compress.tools.tables import new_table
 from deepspeed_compress.tools.tune.halving import Result, Round, best, loss_gap, reasons
 from deepspeed_compress.tools.tune.search import Outcome
@@ -172,75 +167,3 @@ def as_markdown(summary: Summary, command: str) -> str:
     left = [f"- `{one.name}`: {one.reason}" for one in summary.left_out]
     parts = ["\n".join(conclusion(summary)), "\n".join([*head, *body]), f"```bash\n{command}\n```"]
     return "# Tuning\n\n" + "\n\n".join([*parts, *(["Left out:\n\n" + "\n".join(left)] if left else [])]) + "\n"
-
-
-BEST, OTHER, GREY = "#1f6feb", "#57606a", "#afb8c1"
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Horizontal axis of a chart. Smaller values are better."""
-
-    title: str
-    of: Callable[[Row], float]
-
-
-AXES = (
-    Axis("step time, of uncompressed training in the same rung", lambda row: 1 / row.speed),
-    Axis("sent by one rank in a step, MB", lambda row: row.result.bytes / 1e6),
-)
-GAP = "loss gap to uncompressed training, %"
-
-
-def draw_pareto(summary: Summary, directory: Path) -> None:
-    """Write pareto.png and pareto.html into `directory`, with one point per candidate in its longest trial."""
-    rows = [row for row in summary.rows if math.isfinite(row.gap) and row.result.bytes > 0]
-    figure = _figure(rows, summary)
-    save_figure(figure, directory / "pareto.png")
-    (directory / "pareto.html").write_text(_page(summary, figure), encoding="utf-8")
-
-
-def _colour(row: Row, summary: Summary) -> str:
-    return BEST if row.name == summary.chosen.name else OTHER if row.name == BASELINE else GREY
-
-
-def _limits(rows: Sequence[Row], target: float) -> tuple[float, float]:
-    """Return the limits of the loss gap in percent, including zero and the target, with a margin."""
-    gaps = [100 * row.gap for row in rows] + [0.0, 100 * target]
-    room = 0.12 * (max(gaps) - min(gaps))
-    return min(gaps) - room, max(gaps) + room
-
-
-def _figure(rows: Sequence[Row], summary: Summary) -> Any:
-    figure = new_figure(11, 5.2)
-    for axis, axes in zip(AXES, figure.subplots(1, 2, sharey=True), strict=True):
-        _draw_axes(axes, axis, rows, summary)
-    figure.axes[0].set_ylabel(GAP, fontsize=9)
-    # Labels are placed relative to the final positions of the points.
-    figure.draw_without_rendering()
-    for axis, axes in zip(AXES, figure.axes, strict=True):
-        label_points(axes, [Label(row.name, axis.of(row), 100 * row.gap) for row in rows])
-    return figure
-
-
-def _draw_axes(axes: Any, axis: Axis, rows: Sequence[Row], summary: Summary) -> None:
-    target = 100 * summary.objective.target
-    axes.axhline(target, color=BEST, linewidth=0.8, linestyle="--")
-    for row in rows:
-        axes.scatter(axis.of(row), 100 * row.gap, s=18 + 14 * row.rung, color=_colour(row, summary), zorder=3)
-    axes.margins(x=0.18)
-    if rows and max(map(axis.of, rows)) > 8 * min(map(axis.of, rows)):
-        plain_decades(axes)
-    axes.set_ylim(*_limits(rows, summary.objective.target))
-    axes.set_xlabel(axis.title, fontsize=9)
-    style_axes(axes)
-
-
-def _page(summary: Summary, figure: Any) -> str:
-    """Return an HTML page with the picture, the conclusion and the table. It needs no other file."""
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    picture = drawn.getvalue()
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in conclusion(summary))
-    rows = table(HEAD, map(cells, summary.rows))
-    return document("Tuning", [paragraphs, picture[picture.index("<svg") :], f'<div class="wide">{rows}</div>'])

@@ -110,7 +110,6 @@ PLACEHOLDER = "{trial}"
 """Placeholder for the directory of the trial in any argument."""
 OUTPUTS = ("--output_dir", "--output-dir", "--save_dir", "--save-dir")
 """Options that tell scripts where to write. A trial must neither change a run nor continue from it."""
-FIRST_MOMENT = ("--adam_beta1", "--adam-beta1")
 
 
 def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> list[str]:
@@ -140,12 +139,6 @@ def for_trial(arguments: Sequence[str], config: Path, ds_config: Path, directory
     placed = [argument.replace(PLACEHOLDER, str(directory)) for argument in arguments]
     outputs = [place for place, option, _ in _values(placed) if option in OUTPUTS]
     return with_config(_with_values(placed, outputs, str(directory / "output")), config, ds_config)
-
-
-def excludes_momentum(arguments: Sequence[str]) -> bool:
-    """Return True if `arguments` configure Trainer's Adam without a first moment."""
-    given = [value for _, option, value in _values(arguments) if option in FIRST_MOMENT]
-    return bool(given) and re.fullmatch(r"0+\.?0*|\.0+", given[-1]) is not None
 
 
 def _values(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:

@@ -12,12 +12,9 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.errors import install_command
 from deepspeed_compress.tools.lint.runner import lint_text
-from deepspeed_compress.tools.tune import command
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
-from deepspeed_compress.tools.tune.summary import draw_pareto
 from deepspeed_compress.tools.tune.trials import Trials
 from tests.tools.tune.results import BASE, result
 
@@ -38,9 +35,8 @@ Tune = Callable[..., int]
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
-    """Run the command in `tmp_path`, without its pictures. Candidates without a result of their own are slow."""
+    """Run the command in `tmp_path`. Candidates without a result of their own are slow."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "draw_pareto", lambda *given: None)
     Path("ds.json").write_text(json.dumps(FILE))
     for script in ("train.py", "other.py"):
         Path(script).touch()
@@ -99,27 +95,6 @@ def test_the_summary(tune: Tune) -> None:
     text = Path("tuning_results/summary.md").read_text()
     assert "| blockwise4 | blockwise bits=4 | 270 | 40.0 | 2.50 x |" in text
     assert "- `demo`: /optimizer/params/betas" in text
-
-
-def test_the_pictures(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "draw_pareto", draw_pareto)
-    tune()
-    assert Path("tuning_results/pareto.png").read_bytes()[:4] == b"\x89PNG"
-    page = Path("tuning_results/pareto.html").read_text()
-    assert "<tr><td>blockwise4</td><td>blockwise bits=4</td><td>270</td><td>40.0</td>" in page
-    assert "<td>RuntimeError: [no]</td>" in page
-    assert page.count("<svg") == 1
-
-
-def test_without_the_packages_that_draw(
-    tune: Tune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("deepspeed_compress.tools.tune.command._check", lambda *given: None)
-    assert tune() == 0
-    assert install_command("plot") in capsys.readouterr().out
-    assert not Path("tuning_results/pareto.png").exists()
-    assert read("summary.json")["best"]["name"] == "blockwise4"
 
 
 def test_nothing_is_better(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,14 +157,6 @@ def test_a_directory_of_something_else_is_refused(tune: Tune, capsys: pytest.Cap
     assert tune("--output", "mine") == 1
     assert "--output mine: holds something else" in capsys.readouterr().err
     assert [path.name for path in Path("mine").iterdir()] == ["notes"]
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "null"])
-def test_a_damaged_description_of_trials_is_refused(text: str, tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine").mkdir()
-    Path("mine/tuning.json").write_text(text)
-    assert tune("--output", "mine") == 1
-    assert "mine/tuning.json: not a JSON object" in capsys.readouterr().err
 
 
 def test_errors_are_reported_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,10 @@ from deepspeed_compress.tools.tune.halving import (
     best,
     loss_gap,
     make_rungs,
+    most_trials,
     promoted,
     reasons,
     reserve,
-    trials_left,
 )
 from tests.tools.tune.results import BASE, LAST, a_round, result
 
@@ -29,8 +29,8 @@ def test_rungs_grow_and_their_tolerance_narrows() -> None:
 
 def test_trials_are_counted_with_the_baseline() -> None:
     rungs = make_rungs(10, 3, 0.01)
-    assert [count for _, count in trials_left(10, rungs)] == [11, 5, 3]
-    assert [count for _, count in trials_left(1, rungs)] == [2, 2, 2]
+    assert [most_trials(10, rungs[:count]) for count in range(4)] == [0, 11, 11 + 5, 11 + 5 + 3]
+    assert most_trials(1, rungs) == 3 * 2
 
 
 def test_the_gap_is_relative_to_the_size_of_the_loss() -> None:

@@ -190,38 +190,22 @@ def test_the_search_ends_if_all_candidates_fail() -> None:
     assert len(outcome.rounds) == 2
 
 
-def test_the_bar_names_rung_candidate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_failed_trial_and_one_of_before_are_told() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=140)
     [none, int4] = candidates("int4")
     rungs = make_rungs(10, 2, 0.01)
-    with Display(console, 1, rungs, Budget(600)) as display:
-        display.begin(none, rungs[0], Path("log"))
-        display.end(BASE, rungs[0], again=True)
-        display.begin(int4, rungs[0], Path("log"))
-        display.steps(5)
-        display._progress.refresh()
-        [task] = display._progress.tasks
-        # There are two trials of 10 steps and two of 30 steps. One and a half of the first two are done.
-        assert (task.completed, task.total) == (15, 80)
-        display.end(Result("int4", "failed", error="[no]"), rungs[0], again=False)
-        display.rung_over(rungs[0], 0)
-        assert (task.completed, task.total) == (20, 20)
-    text = out.getvalue()
-    assert "rung 1/2  int4" in text
-    assert "of 10 min" in text
-    assert "rung 1, 10 steps  none                      100.0 ms a step, loss 2.0000, from before" in text
-    assert "int4                  failed: [no]" in text
-
-
-def test_without_a_budget_none_is_shown() -> None:
-    out = io.StringIO()
-    rungs = make_rungs(10, 1, 0.01)
-    with Display(Console(file=out, force_terminal=True, width=140), 1, rungs, Budget(None)) as display:
-        display.begin(candidates("int4")[1], rungs[0], Path("log"))
-        display._progress.refresh()
-    assert " min" not in out.getvalue()
+    display = Display(Console(file=out, width=200), 1, rungs, Budget(600, Clock()))
+    display.begin(none, rungs[0], Path("log"))
+    display.end(BASE, rungs[0], again=True)
+    display.begin(int4, rungs[0], Path("log"))
+    display.end(Result("int4", "failed", error="[no]"), rungs[0], again=False)
+    display.rung_over(rungs[0], 0)
+    assert out.getvalue().splitlines() == [
+        "trial 1 of 4: none, 10 steps, 10 min left, log log",
+        "rung 1, 10 steps  none                      100.0 ms a step, loss 2.0000, from before",
+        "trial 2 of 4: int4, 10 steps, 10 min left, log log",
+        "rung 1, 10 steps  int4                  failed: [no]",
+    ]
 
 
 def test_a_trial_shows_its_log_its_progress_and_its_wait() -> None:
@@ -233,15 +217,15 @@ def test_a_trial_shows_its_log_its_progress_and_its_wait() -> None:
         looked.append(clock.now)
         tell("a lock is in the way")
 
-    with Display(Console(file=out, width=200), 1, rungs, Budget(None, clock), look) as display:
-        display.begin(none, rungs[0], Path("exps/none/stdout.log"))
-        for _ in range(100):
-            clock.now += 1
-            display.steps(0)
-        assert len(looked) == 3
-        display.steps(5)
-        display.end(replace(BASE, seconds=600.0), rungs[0], again=False)
-        display.begin(int4, rungs[0], Path("exps/int4/stdout.log"))
+    display = Display(Console(file=out, width=200), 1, rungs, Budget(None, clock), look)
+    display.begin(none, rungs[0], Path("exps/none/stdout.log"))
+    for _ in range(100):
+        clock.now += 1
+        display.steps(0)
+    assert len(looked) == 3
+    display.steps(5)
+    display.end(replace(BASE, seconds=600.0), rungs[0], again=False)
+    display.begin(int4, rungs[0], Path("exps/int4/stdout.log"))
     lines = out.getvalue().splitlines()
     assert lines[0] == "trial 1 of 2: none, 10 steps, log exps/none/stdout.log"
     assert lines[1:3] == ["trial 1 of 2: none, 0 of 10 steps after 31 s", "a lock is in the way"]

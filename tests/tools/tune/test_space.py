@@ -88,9 +88,7 @@ def test_candidates_with_a_schedule_fit_a_file_with_the_preset() -> None:
 
 
 @pytest.mark.parametrize("ds_config", [file(optimizer=TRAINERS), without_optimizer()])
-def test_settings_missing_from_the_file_may_come_from_elsewhere(ds_config: dict[str, Any]) -> None:
-    """The command or a candidate of the user's may decide it."""
-    assert "demo" in names(find_candidates(ds_config, no_momentum=True)[0])
+def test_a_candidate_of_the_user_may_need_what_the_file_does_not_tell(ds_config: dict[str, Any]) -> None:
     assert "mine" in names(find_candidates(ds_config, {"mine": {"gradients": {"method": "demo"}}})[0])
 
 
@@ -153,12 +151,6 @@ def test_the_baseline_keeps_the_settings_that_apply_to_it() -> None:
 def test_every_candidate_is_valid_with_keys_that_uncompressed_training_refuses(key: dict[str, Any]) -> None:
     kept, _ = find_candidates(file({"gradients": {"bits": 4}, **key}))
     assert [one.name for one in kept if find_problems({**file(), SECTION: dict(one.section)})] == []
-
-
-def test_a_seed_is_dropped_if_the_method_is_not_random() -> None:
-    own = {"gradients": {"method": "qsgd"}, "seed": 3}
-    assert "seed" not in section_of("blockwise4", own)
-    assert section_of("powersgd4", own)["seed"] == 3
 
 
 def test_settings_in_short() -> None:

@@ -18,7 +18,6 @@ from deepspeed_compress.tools.tune.space import SPACE, Candidate, find_candidate
 from deepspeed_compress.tools.tune.trials import (
     TRIAL,
     Task,
-    excludes_momentum,
     figures,
     finished_before,
     for_trial,
@@ -91,22 +90,6 @@ def test_the_placeholder_is_the_directory() -> None:
         f"--logs={DIRECTORY}/logs",
         str(DIRECTORY),
     ]
-
-
-@pytest.mark.parametrize(
-    ("given", "excludes"),
-    [
-        ("--adam_beta1 0", True),
-        ("--adam_beta1=0.0 --x 1", True),
-        ("--adam-beta1 .0", True),
-        ("--adam_beta1 0 --adam_beta1 0.5", False),
-        ("--adam_beta1 0.9", False),
-        ("--adam_beta2 0", False),
-        ("", False),
-    ],
-)
-def test_a_command_may_exclude_momentum(given: str, excludes: bool) -> None:
-    assert excludes_momentum(["train.py", *given.split()]) is excludes
 
 
 DS_CONFIG: dict[str, Any] = {
