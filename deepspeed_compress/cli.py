@@ -190,7 +190,7 @@ COMMANDS = (
             "doctor runs/int4 --baseline runs/dense --json",
             "doctor runs/int4 --apply ds_config_better.json",
         ),
-        "tools.doctor.options:add_doctor_arguments",
+        "tools.options:add_doctor_arguments",
         "tools.doctor.command:run",
         failed=2,
     ),

@@ -50,6 +50,18 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add RUN_DIR and the options of `doctor` to `parser`."""
+    what = "output directory of a run, or the directory of its compression.jsonl (monitor.path)"
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
+    parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with")
+    config = "configuration of the run, if it has left no RUN_DIR/ds_config.json"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    applied = "write the changed configuration to FILE, which must not exist"
+    parser.add_argument("--apply", type=Path, metavar="FILE", help=applied)
+
+
 def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
     examples = [

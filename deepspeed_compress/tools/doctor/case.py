@@ -12,8 +12,8 @@ from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.tools.doctor.patches import difference
+from deepspeed_compress.tools.doctor.rule import Thresholds
 from deepspeed_compress.tools.doctor.run import Run
-from deepspeed_compress.tools.doctor.thresholds import Thresholds
 from deepspeed_compress.tools.run_directory import Line
 
 OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_sequence", "bytes_islands")
@@ -45,7 +45,6 @@ class Slowest:
         share: Fraction of the steps in which it is the slowest.
         behind: Median time by which the slowest rank is behind the median rank, as a fraction of the step time.
         always: Whether `share` is large enough to regard the rank as slow throughout.
-        counts: Number of steps in which each rank was the slowest.
         lines: Measured steps in which ranks were compared.
     """
 
@@ -53,7 +52,6 @@ class Slowest:
     share: float
     behind: float
     always: bool
-    counts: Mapping[int, int]
     lines: tuple[Line, ...]
 
 
@@ -139,7 +137,7 @@ class Case:
         rank, count = counts.most_common(1)[0]
         behind = statistics.median((line["busy_ms_max"] - line["busy_ms_median"]) / line["step_ms"] for line in lines)
         always = count >= self.limits.same_rank * len(lines)
-        return Slowest(rank, count / len(lines), behind, always, counts, tuple(lines))
+        return Slowest(rank, count / len(lines), behind, always, tuple(lines))
 
     @property
     def publishes(self) -> bool:

@@ -1,18 +1,28 @@
-"""Command `ds-compress doctor`."""
+"""Command `ds-compress doctor`: a diagnosis as text for people or JSON for programs, and the patched configuration."""
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.config.secrets import MASK
-from deepspeed_compress.diagnostics import Diagnostic
+from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose, patched
-from deepspeed_compress.tools.doctor.outputs import as_json, print_text
 from deepspeed_compress.tools.doctor.run import read_baseline, read_run
+from deepspeed_compress.tools.outputs import plural
+from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
+from deepspeed_compress.tools.outputs.terminal import printable
 
+_COLOURS: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 HEALTHY, FOUND = 0, 1
 
 
@@ -50,3 +60,78 @@ def _apply(diagnosis: Diagnosis, file: Path) -> None:
 
 def _names(found: tuple[Diagnostic, ...]) -> str:
     return ", ".join(one.name for one in found)
+
+
+def as_json(diagnosis: Diagnosis) -> str:
+    """Return the diagnosis as a JSON object. Its keys are described in docs/doctor.md."""
+    case = diagnosis.case
+    return to_json(
+        {
+            "run": str(case.run.directory),
+            "baseline": None if case.baseline is None else str(case.baseline.directory),
+            "findings": objects(diagnosis.diagnostics, DOCTOR_KEYS),
+            "checked": [rule.name for rule in diagnosis.checked],
+            "not_checked": {rule.name: list(needs) for rule, needs in diagnosis.unchecked},
+        }
+    )
+
+
+def print_text(diagnosis: Diagnosis) -> None:
+    """Print the findings with their remedies, then the checks without findings and those that lacked data."""
+    console = Console(soft_wrap=False)
+    console.print(escape(printable(_head(diagnosis.case))), highlight=False)
+    for number, one in enumerate(diagnosis.diagnostics, start=1):
+        _print_finding(console, number, one, diagnosis.obstacles.get(one.name, ""))
+    console.print()
+    if not diagnosis.diagnostics:
+        console.print("[green]No problems found.[/green]")
+    named = {one.name for one in diagnosis.diagnostics}
+    _print_list(console, "Checked, without a finding:", [r.summary for r in diagnosis.checked if r.name not in named])
+    few = f"fewer than {diagnosis.case.limits.lines} measured steps"
+    lines = [f"{rule.summary} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]
+    _print_list(console, f"Not checked, because data is missing or there are {few}:", lines)
+
+
+def _head(case: Case) -> str:
+    steps, times = case.run.steps, case.times
+    shown = steps[-1].get("settings") or steps[-1].get("method") or "unknown settings"
+    count = plural(len(steps), "measured step")
+    head = f"{case.run.directory}: {count}, the last one {steps[-1]['step']:,}, with {shown}."
+    if times is None:
+        return head
+    parts = f"{times.step:.4g} ms: encoding and decoding {times.cost:.3g}, waiting for messages {times.wait:.3g}"
+    return f"{head} A compressed step takes {parts}."
+
+
+def _print_finding(console: Console, number: int, one: Diagnostic, obstacle: str) -> None:
+    colour, severity = _COLOURS[one.severity], DOCTOR_SEVERITIES[one.severity]
+    console.print(f"\n[{colour}]{number}. {one.name}[/{colour}] ({severity})", highlight=False)
+    first, last = one.place.steps or (0, 0)
+    body = [f"{one.message}.", *_evidence(one.evidence), f"steps {first:,} to {last:,}", f"Remedy: {one.remedy}"]
+    body = [printable(line) for line in body]
+    if one.patch is not None:
+        body += ["Merge into ds_config.json:", json.dumps(one.patch, indent=2)]
+    if obstacle:
+        body.append(f"There is no patch, because the patched configuration would be invalid: {obstacle}")
+    for line in [*body, f"More: {page(one)}"]:
+        console.print(Padding(escape(line), (0, 0, 0, 3)), highlight=False)
+
+
+def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in evidence.items():
+        if isinstance(value, list):
+            yield f"- {name}:"
+            yield from (f"    {_shown(item)}" for item in value)
+        else:
+            yield f"- {name}: {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    return rounded(value) if isinstance(value, int | float) else str(value)
+
+
+def _print_list(console: Console, title: str, lines: list[str]) -> None:
+    if lines:
+        console.print(title, highlight=False)
+        for line in lines:
+            console.print(Padding(escape(f"- {line}"), (0, 0, 0, 3)), highlight=False)

@@ -44,8 +44,8 @@ class Recording:
     """Rate of the links between emulated hosts, such as 100mbit; None for processes on one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     every: int = 2
-    step: Callable[[int, int, list[Any]], None] = lambda rank, step, kept: None
-    """Called by each rank before each step; the list `kept` lives as long as the run."""
+    step: Callable[[int, int], None] = lambda rank, step: None
+    """Called by each rank before each step."""
     scale: Callable[[int], float] = lambda step: 1.0
     """Factor for the inputs of a step."""
     baseline: str | None = None
@@ -77,22 +77,18 @@ def _monitor(recording: Recording) -> dict[str, Any]:
     return {"every": recording.every, **recording.section.get("monitor", {})}
 
 
-def _comes_late(rank: int, step: int, kept: list[Any]) -> None:
+def _comes_late(rank: int, step: int) -> None:
     time.sleep(0.9 if rank else 0.05)
 
 
-def _sleeps(rank: int, step: int, kept: list[Any]) -> None:
+def _sleeps(rank: int, step: int) -> None:
     if rank == 1:
         time.sleep(0.1)
 
 
-def _sleeps_by_turns(rank: int, step: int, kept: list[Any]) -> None:
+def _sleeps_by_turns(rank: int, step: int) -> None:
     if step // 2 % 2 == rank:
         time.sleep(0.1)
-
-
-def _leaks(rank: int, step: int, kept: list[Any]) -> None:
-    kept.append(bytearray(os.urandom(1)) * 4_000_000)
 
 
 def _islands(sync_every: int) -> dict[str, Any]:
@@ -211,7 +207,7 @@ RECORDINGS: Mapping[str, Recording] = {
         "frequent-full-copies", {"rollout": {"every": 2, "full_every": 3}}, batch=1024, steps=36, lr=1e-5, lag=1.0
     ),
     "healthy-islands": Recording(None, _islands(5), stage=1, width=128, batch=1024),
-    "late-by-turns": Recording("uneven-ranks", {"gradients": INT4}, step=_sleeps_by_turns),
+    "late-by-turns": Recording(None, {"gradients": INT4}, step=_sleeps_by_turns),
     "costly-transform": Recording(
         "compression-bound", {"gradients": {"method": "demo"}}, extra=NO_MOMENTUM, width=1024, batch=64, steps=40
     ),
@@ -221,7 +217,6 @@ RECORDINGS: Mapping[str, Recording] = {
         steps=56,
         scale=lambda step: math.inf if step % 9 == 8 else 1.0,
     ),
-    "leak": Recording("memory-grows", {"gradients": INT4}, step=_leaks),
     "dense": Recording(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
     "healthy-default": Recording(None, {}, batch=1024),
     "healthy-zero0-int4-guard": Recording(None, {"gradients": INT4, "guard": {}}, stage=0, batch=1024),
@@ -260,10 +255,9 @@ def train(rank: int, name: str, directory: str, until: Path | None = None) -> li
     config = recording.config(directory)
     engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     numbers, losses = torch.Generator().manual_seed(1 + rank), []
-    kept: list[Any] = []
     steps = range(recording.steps * config.get("gradient_accumulation_steps", 1))
     for step in steps if until is None else itertools.takewhile(lambda _: not until.exists(), itertools.count()):
-        recording.step(rank, step, kept)
+        recording.step(rank, step)
         x = recording.scale(step) * torch.randn(recording.batch, 64, generator=numbers)
         loss = (engine(x) - torch.tanh(x @ teacher)).square().mean()
         engine.backward(loss)

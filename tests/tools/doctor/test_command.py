@@ -93,7 +93,7 @@ def test_apply_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_apply_without_a_patch_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(RUNS / "leak"), "--apply", str(tmp_path / "new.json")]) == 1
+    assert main(["doctor", str(RUNS / "sleeping-rank"), "--apply", str(tmp_path / "new.json")]) == 1
     assert "not written, because no setting remedies these findings" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.tools.doctor.ladders import softer, stronger
-from deepspeed_compress.tools.doctor.patches import accumulated, apply, difference, slower, with_gradients, with_stage
+from deepspeed_compress.tools.doctor.patches import (
+    accumulated,
+    apply,
+    difference,
+    slower,
+    softer,
+    stronger,
+    with_gradients,
+    with_stage,
+)
 from deepspeed_compress.tools.doctor.trends import noise, quarters, turn
 from tests.support.sections import OF_GRADIENTS
 from tests.support.synthetic_runs import config

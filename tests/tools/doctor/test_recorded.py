@@ -51,7 +51,7 @@ def test_every_patch_is_valid(name: str) -> None:
         assert one.patch is None or find_problems(apply(diagnosis.case.run.config, one.patch)) == []
 
 
-NO_PATCH = {"slow-kernels", "straggler", "uneven-ranks", "memory-grows", "old-rollouts"}
+NO_PATCH = {"slow-kernels", "straggler", "old-rollouts"}
 """Findings that no setting remedies."""
 
 

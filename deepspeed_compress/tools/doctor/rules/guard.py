@@ -6,8 +6,7 @@ from typing import Any
 from deepspeed_compress.config import Guard, brief
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.ladders import softer
-from deepspeed_compress.tools.doctor.patches import slower, with_gradients, with_section
+from deepspeed_compress.tools.doctor.patches import slower, softer, with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.run_directory import Line
 

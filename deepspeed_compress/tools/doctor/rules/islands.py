@@ -6,10 +6,10 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
-from deepspeed_compress.tools.doctor.exchanges import count_exchanges, rise_at_exchanges
 from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.rules.learning import risen
+from deepspeed_compress.tools.doctor.trends import count_exchanges, rise_at_exchanges
 
 _MISSED = frozenset({"islands_left_out", "islands_renewed"})
 

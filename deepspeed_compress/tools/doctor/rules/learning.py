@@ -11,11 +11,9 @@ from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.exchanges import rise_at_exchanges
-from deepspeed_compress.tools.doctor.ladders import forgets, softer
-from deepspeed_compress.tools.doctor.patches import slower, with_gradients
+from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_gradients
 from deepspeed_compress.tools.doctor.rule import rule
-from deepspeed_compress.tools.doctor.trends import quarters, turn
+from deepspeed_compress.tools.doctor.trends import quarters, rise_at_exchanges, turn
 
 _NEAR = 5
 """Maximum number of events to show."""

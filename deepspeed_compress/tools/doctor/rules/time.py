@@ -1,5 +1,6 @@
-"""Rules on step time: waiting for messages, encoding and decoding, and kernels that are not compiled."""
+"""Rules on step time: waiting for messages, encoding and decoding, kernels that are not compiled, and a slow rank."""
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,8 +9,14 @@ from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.config.places import FeedbackGradients
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case, Times
-from deepspeed_compress.tools.doctor.ladders import BLOCKS, stronger
-from deepspeed_compress.tools.doctor.patches import accumulated, with_gradients, with_stage, without_bits
+from deepspeed_compress.tools.doctor.patches import (
+    BLOCKS,
+    accumulated,
+    stronger,
+    with_gradients,
+    with_stage,
+    without_bits,
+)
 from deepspeed_compress.tools.doctor.rule import rule
 
 Config = Mapping[str, Any]
@@ -211,3 +218,24 @@ def _slower_than_baseline(case: Case) -> float:
     times = case.times
     theirs = Case(case.baseline).step_ms if case.baseline is not None else None
     return times.step / theirs - 1 if times is not None and theirs else 0.0
+
+
+@rule("warning", "whether one rank keeps the others waiting", "ranks")
+def straggler(case: Case) -> Iterator[Diagnostic]:
+    slowest = case.slowest
+    if slowest is None or not slowest.always or slowest.behind < case.limits.straggler:
+        return
+    figures = {
+        "slowest rank": slowest.rank,
+        "part of the steps in which it is the slowest": slowest.share,
+        "busy, ms, median rank": statistics.median(line["busy_ms_median"] for line in slowest.lines),
+        "busy, ms, slowest rank": statistics.median(line["busy_ms_max"] for line in slowest.lines),
+    }
+    yield Diagnostic(
+        at_steps(slowest.lines[0]["step"], slowest.lines[-1]["step"]),
+        f"Rank {slowest.rank} is a straggler: it is {slowest.behind:.0%} of a step behind, and the others wait for it",
+        f"Check what else rank {slowest.rank} does (logging, loading data), whether its input is longer, and its "
+        "machine (clock, temperature, other jobs). No setting helps.",
+        evidence=figures,
+        weight=min(1.0, slowest.behind),
+    )
