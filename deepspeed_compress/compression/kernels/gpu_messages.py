@@ -34,7 +34,7 @@ _WIDTH = tl.constexpr(9)
 """Columns of a table of tiles: `SOURCE` and `FIRST` of the tile, its remaining elements, the place of its first scale
 or value, the first byte of its codes, the bytes or values from there to the end of the message, the number of its first
 element in the message, owner and channel."""
-_TOGETHER = tl.constexpr(8)
+_TOGETHER = tl.constexpr(4)
 """Messages that a program adds at once, with all their codes in registers."""
 
 
