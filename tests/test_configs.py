@@ -15,7 +15,7 @@ from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.models import Layout, check_layout, read_model_config
-from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.models.gpt import build_skeleton
 from deepspeed_compress.training.main import main
 from tests.support.coordinators import coordinator
 from tests.support.forks import run_forks

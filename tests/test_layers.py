@@ -103,7 +103,8 @@ TABLE = {
     "checkpointing.loadable_sizes": allow("safe_files"),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
-    "planner": allow("errors"),
+    "model_families": allow("errors safe_files"),
+    "planner": allow("errors model_families"),
     "session": allow("collectives compression config errors monitor policy", "torch"),
     "backends.activations": allow("collectives compression config monitor", "torch"),
     "backends.activations.hooks": allow("errors", "torch"),
@@ -168,7 +169,9 @@ TABLE = {
     "rollout.store_server": allow("rollout.store errors transport"),
     "rollout.lossy": allow("compression.compressors.blockwise", "torch"),
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
-    "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
+    "models": allow(
+        "config.names errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"
+    ),
     "training": allow(
         "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
@@ -232,7 +235,7 @@ TABLE = {
     ),
     "tools.rollout": allow("rollout.served_store rollout.store rollout.store_server transport"),
     "tools.lint": allow(
-        "__init__ config diagnostics errors safe_files tools.arguments tools.outputs",
+        "__init__ config diagnostics errors model_families safe_files tools.arguments tools.outputs",
         "yaml",
         lazily="pydantic",
     ),

@@ -1,11 +1,9 @@
 """Hugging Face causal language models in every layout of pipeline, tensor and data parallelism, and back.
 
-- `gpt` builds a whole model.
-- `build` builds this rank's part of a model. It starts from a `skeleton` on the meta device; `families` says what can
-  be divided; `layers` and `pipeline` make stages, which `balance` cuts; `tensor` and `vocabulary` split layers; and
-  `filling` loads the weights from `sources`.
+- `gpt` builds a whole model, or a skeleton of it on the meta device.
+- `build` builds this rank's part of a model from a skeleton. `model_families` says what can be divided; `pipeline`
+  makes stages; `tensor` splits layers and vocabulary; and `sources` has the weights and fills them in.
 - `export` writes a whole model again.
-- `universal` describes the parts for DeepSpeed's checkpoint converter.
 """
 
 from importlib.metadata import version
@@ -16,7 +14,7 @@ try:
     from deepspeed_compress.models.build import Layout, build_parallel, check_layout
     from deepspeed_compress.models.export import save_pretrained
     from deepspeed_compress.models.gpt import build_model, read_model_config
-    from deepspeed_compress.models.vocabulary import whole_logits
+    from deepspeed_compress.models.tensor import whole_logits
 except ImportError as error:
     raise ImportError(
         f"{error}; deepspeed_compress.models needs transformers 5 and DeepSpeed 0.19.8, or newer"

@@ -1,14 +1,17 @@
-"""Hugging Face causal language models from a config file or a local directory; nothing is downloaded."""
+"""Hugging Face causal language models from a config file or a local directory: whole, or a skeleton without memory."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from deepspeed_compress.config.names import HF_NAME, HF_TRANSPOSED
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.model_families import read_config
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -20,7 +23,7 @@ def read_model_config(path: Path) -> PretrainedConfig:
         ConfigError: if the file cannot be read, or its `model_type` or another value is invalid.
     """
     file = path / "config.json" if path.is_dir() else path
-    values = _read_json(file)
+    values = read_config(path)
     name = values.pop("model_type", None)
     if not isinstance(name, str):
         raise ConfigError(f'--model {file}: /model_type is {name!r}; write the family, for example "gpt2" or "llama"')
@@ -69,19 +72,6 @@ def has_weights(path: Path) -> bool:
     return False
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    hint = "give a model config in JSON or a local directory with a config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {file}: cannot be read ({error.strerror or error}); {hint}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--model {file}: not valid JSON ({error}); {hint}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"--model {file}: expected a JSON object, got {type(values).__name__}; {hint}")
-    return values
-
-
 def _load(path: Path) -> PreTrainedModel:
     model: PreTrainedModel
     model, found = AutoModelForCausalLM.from_pretrained(
@@ -99,3 +89,40 @@ def _create(config: PretrainedConfig) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config
     model: PreTrainedModel = build(config, dtype=torch.float32)
     return model
+
+
+def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model of `config` in fp32 with named parameters on the meta device; buffers have their values."""
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = build(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        setattr(parameter, HF_NAME, name)
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            _compute_buffers(module, model)
+    return model
+
+
+def _compute_buffers(module: nn.Module, model: Any) -> None:
+    """Compute buffers that are not saved, such as rotary tables, the way transformers does after loading."""
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model._init_weights(module)
+
+
+def linear_layers(model: nn.Module) -> None:
+    """Replace the Conv1D modules of GPT-2 by Linear modules, which can be split; all on the meta device."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Conv1D):
+                setattr(module, name, _linear(child))
+
+
+def _linear(layer: Any) -> nn.Linear:
+    inputs, outputs = layer.weight.shape
+    made = nn.Linear(inputs, outputs, device="meta")
+    made.bias = layer.bias
+    made.weight.__dict__.update(layer.weight.__dict__)
+    setattr(made.weight, HF_TRANSPOSED, True)
+    return made

@@ -1,15 +1,216 @@
-"""Transformers causal LMs as DeepSpeed PipelineModules; each stage holds the weights of its own layers."""
+"""Transformers causal LMs as DeepSpeed PipelineModules: their layers, and the stages that these are divided into.
 
+Layers pass on hidden states (batch, length, width), or a pair of hidden states and an attention mask (batch, length)
+of the tokens that are not padding. The first layer takes token ids in place of hidden states. Each stage holds the
+weights of its own layers.
+"""
+
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from deepspeed.module_inject.layers import ColumnParallel, VocabParallelEmbedding
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
-from torch import nn
+from deepspeed.runtime.utils import partition_balanced
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from deepspeed_compress.models.balance import Partition
-from deepspeed_compress.models.families import Family
-from deepspeed_compress.models.layers import DecoderLayer, Embedding, Head, Prologue, next_token_loss, project_with
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.model_families import Modules
+
+_CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""Name of the argument that takes a cache. transformers 5.24 renamed it, and warns of the old name at every call."""
+
+StageInput = Tensor | tuple[Tensor, Tensor]
+
+
+class _HiddenLayer(nn.Module):
+    """Layer that changes the hidden states and passes a mask on unchanged."""
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, inputs: StageInput) -> StageInput:
+        if isinstance(inputs, tuple):
+            return self.transform(inputs[0]), inputs[1]
+        return self.transform(inputs)
+
+
+class Embedding(_HiddenLayer):
+    """Layer that maps token ids to hidden states."""
+
+    def __init__(self, tokens: nn.Module) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(hidden)
+        return embedded
+
+
+class Prologue(_HiddenLayer):
+    """Layer between the embedding and the first decoder layer: adds learned positions, or applies dropout."""
+
+    def __init__(self, module: nn.Module, positions: bool) -> None:
+        super().__init__()
+        self.module, self.positions = module, positions
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        if not self.positions:
+            dropped: Tensor = self.module(hidden)
+            return dropped
+        added: Tensor = hidden + self.module(_positions(hidden))
+        return added
+
+
+class DecoderLayer(nn.Module):
+    """Decoder layer of transformers that computes the mask and the rotary embedding its model would pass to it."""
+
+    def __init__(self, layer: nn.Module, index: int, config: Any, rotary: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.rotary, self.config = layer, rotary, config
+        self.make_mask = _mask_of(config, index)
+
+    def forward(self, inputs: StageInput) -> StageInput:
+        hidden, padding = inputs if isinstance(inputs, tuple) else (inputs, None)
+        positions = _positions(hidden)
+        mask = self.make_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=padding,
+            position_ids=positions,
+            **{_CACHE: None},
+        )
+        rotated = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, positions)}
+        output = self.layer(hidden, attention_mask=mask, position_ids=positions, **rotated)
+        return output if padding is None else (output, padding)
+
+
+class Head(nn.Module):
+    """Final norm and, unless another layer projects, the projection to logits (batch, length, vocabulary)."""
+
+    def __init__(self, norm: nn.Module, projection: nn.Module | None, config: Any) -> None:
+        super().__init__()
+        self.norm, self.projection, self.config = norm, projection, config
+
+    def forward(self, inputs: StageInput) -> Tensor:
+        hidden = self.norm(inputs[0] if isinstance(inputs, tuple) else inputs)
+        return hidden if self.projection is None else _cap(self.projection(hidden), self.config)
+
+
+def project_with(config: Any) -> Callable[[Embedding, Tensor], Tensor]:
+    """Return a function that projects hidden states to logits with the weight of a tied embedding."""
+
+    def project(embedding: Any, hidden: Tensor) -> Tensor:
+        if isinstance(embedding.tokens, VocabParallelEmbedding):
+            # Every rank multiplies by its own rows; the backward pass sums the gradients of the hidden states.
+            hidden = ColumnParallel.apply(embedding.tokens.mp_group, hidden)
+        return _cap(F.linear(hidden, embedding.tokens.weight), config)
+
+    return project
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy in fp32 of each label given the tokens before it, as transformers computes it.
+
+    Args:
+        logits: (batch, length, vocabulary).
+        labels: (batch, length); -100 marks tokens without a loss.
+    """
+    loss: Tensor = ForCausalLMLoss(logits, labels, logits.shape[-1])
+    return loss
+
+
+def _positions(hidden: Tensor) -> Tensor:
+    return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+
+
+def _mask_of(config: Any, index: int) -> Callable[..., Tensor | None]:
+    """Return the function that makes the mask of layer `index`: causal over all tokens, or over a sliding window.
+
+    `layer_types` of the config decides if present; otherwise all layers are alike.
+    """
+    kinds = getattr(config, "layer_types", None)
+    window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
+    make: Callable[..., Tensor | None] = create_sliding_window_causal_mask if window else create_causal_mask
+    return make
+
+
+def _cap(logits: Tensor, config: Any) -> Tensor:
+    """Apply the soft capping of logits that Gemma 2 uses, if the config asks for it."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+Partition = Callable[[Sequence[Any], int], list[int]]
+"""Function of (layers, stages) to stages + 1 bounds; stage i has the layers in range(bounds[i], bounds[i + 1])."""
+
+LOOKUP = 0.1
+"""Relative cost of a weight in a lookup table, which is reduced and updated but not used in a matrix multiplication."""
+
+
+def partition_by(method: str | tuple[int, ...]) -> Partition:
+    """Return the partition for "balanced", "parameters", "uniform", or the number of decoder layers per stage."""
+    return _METHODS[method] if isinstance(method, str) else _by_counts(method)
+
+
+def _balanced(layers: Sequence[Any], stages: int) -> list[int]:
+    """Balance the multiplications: the head costs as much as its weight, and the embedding almost nothing."""
+    costs = [_parameters(layer) * (LOOKUP if _is_lookup(layer) else 1.0) for layer in layers]
+    return _cut(costs, stages)
+
+
+def _by_parameters(layers: Sequence[Any], stages: int) -> list[int]:
+    return _cut([_parameters(layer) for layer in layers], stages)
+
+
+def _uniform(layers: Sequence[Any], stages: int) -> list[int]:
+    return _cut([float(isinstance(layer, DecoderLayer)) for layer in layers], stages)
+
+
+_METHODS = {"balanced": _balanced, "parameters": _by_parameters, "uniform": _uniform}
+
+
+def _by_counts(counts: tuple[int, ...]) -> Partition:
+    """Return a partition with `counts` decoder layers per stage.
+
+    The first stage also gets everything before the decoder layers and the last stage everything after them, so only
+    these two may have no decoder layers.
+    """
+
+    def cut(layers: Sequence[Any], stages: int) -> list[int]:
+        decoders = [index for index, layer in enumerate(layers) if isinstance(layer, DecoderLayer)]
+        if len(counts) != stages or sum(counts) != len(decoders) or 0 in counts[1:-1]:
+            raise ConfigError(
+                f"/deepspeed_compress/parallelism/partition: {list(counts)} (allowed: {stages} numbers, one per stage, "
+                f"with a sum of {len(decoders)} decoder layers; only the first and the last stage may have 0). Write "
+                'such numbers, or "balanced".'
+            )
+        starts = [decoders[0] + sum(counts[:stage]) for stage in range(1, stages)]
+        return [0, *starts, len(layers)]
+
+    return cut
+
+
+def _cut(costs: Sequence[float], stages: int) -> list[int]:
+    # DeepSpeed's search needs integers.
+    return [int(bound) for bound in partition_balanced([round(cost * 10) for cost in costs], stages)]
+
+
+def _parameters(layer: Any) -> float:
+    module = layer.module_args[0] if isinstance(layer, TiedLayerSpec) else layer
+    return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def _is_lookup(layer: Any) -> bool:
+    if isinstance(layer, TiedLayerSpec):
+        return layer.forward_fn is None
+    return isinstance(layer, Embedding | Prologue)
+
 
 TIED = "embedding"
 """Key of the tied weight that the first and the last stage share."""
@@ -48,17 +249,17 @@ class CausalLMPipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has n
         self._finish(self)
 
 
-def pipeline_layers(model: Any, family: Family) -> list[Layer]:
+def pipeline_layers(model: Any, modules: Modules) -> list[Layer]:
     """Return the modules of a causal LM as a sequence. A tied head and its embedding are one module in two places."""
-    backbone, config = getattr(model, family.backbone), model.config
-    tokens, norm = model.get_input_embeddings(), getattr(backbone, family.norm)
+    backbone, config = getattr(model, modules.backbone), model.config
+    tokens, norm = model.get_input_embeddings(), getattr(backbone, modules.norm)
     tied = config.tie_word_embeddings
     first: Layer = _tied(tokens) if tied else Embedding(tokens)
     rotary = getattr(backbone, "rotary_emb", None)
     return [
         first,
-        *(Prologue(getattr(backbone, name), name == family.positions) for name in family.prologue),
-        *(DecoderLayer(layer, index, config, rotary) for index, layer in enumerate(getattr(backbone, family.layers))),
+        *(Prologue(getattr(backbone, name), name == modules.positions) for name in modules.prologue),
+        *(DecoderLayer(layer, index, config, rotary) for index, layer in enumerate(getattr(backbone, modules.layers))),
         Head(norm, None if tied else model.get_output_embeddings(), config),
         *([_tied(tokens, project_with(config))] if tied else []),
     ]

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from deepspeed_compress.model_families import FAMILIES
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.layout import Engine, Layout, Recompute
 from deepspeed_compress.planner.learning import DILOCO
@@ -14,8 +15,6 @@ GRADIENT_BITS = (0, 8, 4, 3)
 WEIGHT_BITS = (0, 8, 4)
 SYNC_EVERY = 30
 """Steps between exchanges of islands, for which both the law and our own runs hold."""
-DIVIDED_FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2")
-"""Families that `build_parallel` divides (parallelism page)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Layouts:
             return "stages do not fill nodes"
         if divided and model.experts > 1:
             return "DeepSpeed's experts exclude tensor and pipeline ranks"
-        if divided and model.family and model.family not in DIVIDED_FAMILIES:
+        if divided and FAMILIES[model.family].modules is None:
             return f'the family "{model.family}" cannot be divided'
         if model.heads % tensor or model.kv_heads % tensor:
             return "tensor ranks do not divide the heads"

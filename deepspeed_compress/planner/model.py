@@ -1,12 +1,12 @@
 """Shape of a causal language model, from its config.json."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.model_families import FAMILIES, Family, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,36 +102,6 @@ class Model:
         return self.layers * (6 * dense + 6 * seq * self.heads * self.head_size) + 6 * self.vocab * self.hidden
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Facts about a `model_type`, with the defaults of transformers for keys that a config.json leaves out.
-
-    Attributes:
-        gated: Whether the MLP has a gate.
-        positions: Number of learned positions; 0 for other kinds of positions.
-        tied: Whether embedding and head share their weights.
-        dropout: Dropout rate of the residual connections.
-    """
-
-    gated: bool = True
-    positions: int = 0
-    tied: bool = False
-    dropout: float = 0.0
-
-
-_LLAMA, _GEMMA = Family(), Family(tied=True)
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(gated=False, positions=1024, tied=True, dropout=0.1),
-    "gpt_neo": Family(gated=False, positions=2048, tied=True),
-    "opt": Family(gated=False, positions=2048, tied=True, dropout=0.1),
-    "gpt_neox": Family(gated=False),
-    "phi": Family(gated=False),
-    "bloom": Family(gated=False, tied=True),
-    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3"), _LLAMA),
-    **dict.fromkeys(("olmo", "olmo2", "granite", ""), _LLAMA),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
-}
-"""Families whose layers this module describes. A file without `model_type` is a Llama."""
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -148,24 +118,22 @@ def read_model(path: Path) -> Model:
     Raises:
         ConfigError: The file cannot be read, lacks a key, or describes layers that are not predicted.
     """
-    file = path / "config.json" if path.is_dir() else path
+    config, file = read_config(path), path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("is not a JSON object")
         return _model(file.resolve().parent.name if file.name == "config.json" else file.stem, config)
-    except (OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"--model {file}: {error}; write the path of a language model's config.json") from error
 
 
 def _model(name: str, config: Mapping[str, Any]) -> Model:
-    family, sizes = _family(config), {size: _size(config, *keys) for size, keys in _SIZES.items()}
+    model_type = str(config.get("model_type") or "llama")
+    family, sizes = _family(model_type, config), {size: _size(config, *keys) for size, keys in _SIZES.items()}
     hidden, heads, experts = sizes["hidden"], sizes["heads"], _size(config, "num_local_experts", "num_experts", usual=1)
     longest = _size(config, "n_positions", "max_position_embeddings", usual=family.positions or _LARGEST)
     widths = ("intermediate_size", "n_inner", "ffn_dim")
     model = Model(
         name=name,
-        family=str(config.get("model_type") or ""),
+        family=model_type,
         **sizes,
         kv_heads=_size(config, "num_key_value_heads", usual=heads),
         head_size=_size(config, "head_dim", usual=hidden // heads if hidden % heads == 0 else None),
@@ -186,17 +154,14 @@ def _model(name: str, config: Mapping[str, Any]) -> Model:
     return model
 
 
-def _family(config: Mapping[str, Any]) -> Family:
-    """Return the facts about the `model_type`.
+def _family(name: str, config: Mapping[str, Any]) -> Family:
+    """Return the facts about the `model_type` `name`.
 
     Raises:
         ValueError: It has other layers than those that are predicted.
     """
-    name = str(config.get("model_type") or "")
     if name not in FAMILIES:
-        raise ValueError(
-            f"model_type is {name!r} (allowed: {', '.join(filter(None, FAMILIES))}); write one that has equal layers"
-        )
+        raise ValueError(f"model_type is {name!r} (allowed: {', '.join(FAMILIES)}); write one that has equal layers")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError("mlp_only_layers and decoder_sparse_step make layers differ, which is not predicted")
     return FAMILIES[name]

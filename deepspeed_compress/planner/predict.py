@@ -1,18 +1,173 @@
 """A prediction: the step, its interval, and the memory of one layout."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layout import Layout, Stage, stages
 from deepspeed_compress.planner.links import Links
-from deepspeed_compress.planner.memory import Memory, Needs
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.schedule import MicroBatch, micro_batch, step_terms
+from deepspeed_compress.planner.schedule import MicroBatch, Term, micro_batch, step_terms
 from deepspeed_compress.planner.software import Software
-from deepspeed_compress.planner.term import Term
+from deepspeed_compress.planner.traffic import bucket_size
+
+OUTSIDE = 2.0e9
+"""Bytes outside of the allocator: CUDA context, NCCL's buffers, libraries."""
+SLACK = 0.08
+"""Share of the allocated bytes that fragmentation adds to the reserved ones."""
+MARGIN = 0.15
+"""Relative error of the estimate that a layout must survive to be called "fits" (median error on published figures)."""
+
+FULL = 4
+"""Bytes of an fp32 element."""
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest rank.
+
+    Attributes:
+        states: Weights, gradients, and optimizer states.
+        activations: Activations that wait for backward.
+        logits: Logits, and what the loss keeps.
+        buffers: Buckets, residuals, and anchors.
+    """
+
+    states: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def allocated(self) -> float:
+        """Bytes that tensors need at the peak."""
+        return self.states + self.activations + self.logits + self.buffers
+
+    @property
+    def total(self) -> float:
+        """Bytes that the process occupies."""
+        return self.allocated * (1 + SLACK) + OUTSIDE
+
+    def verdict(self, size: float) -> Verdict:
+        """Return whether a GPU with `size` bytes is large enough, for sure or perhaps."""
+        if self.allocated * (1 + MARGIN + SLACK) + OUTSIDE <= size:
+            return "fits"
+        return "tight" if self.total <= size else "does not fit"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Memory that a job needs in the precision of its GPUs.
+
+    Attributes:
+        cluster: GPUs.
+        model: Model to train.
+        software: Program.
+        seq: Tokens of a sequence.
+        layout: Division of the job.
+    """
+
+    cluster: Cluster
+    model: Model
+    software: Software
+    seq: int
+    layout: Layout
+
+    def fullest(self) -> Memory:
+        """Return the memory of the pipeline stage that needs most."""
+        return max(map(self._stage, stages(self.model, self.layout)), key=lambda memory: memory.allocated)
+
+    def _stage(self, stage: Stage) -> Memory:
+        tokens, layout = self.layout.micro * self.seq, self.layout
+        kept = tokens * self._kept * stage.layers * _waiting(layout, stage.behind)
+        # Backward computes one layer again, with all its activations.
+        again = tokens * self._everything if layout.recompute == "full" else 0.0
+        logits = tokens * self.model.vocab / layout.tensor * self._logit * stage.has_head
+        states, buffers = self._states(stage.parameters), self._buffers(stage.parameters)
+        if logits > again:
+            return Memory(states, kept, logits, buffers)
+        return Memory(states, kept + again, 0.0, buffers)
+
+    @property
+    def _element(self) -> int:
+        return self.cluster.gpu.element
+
+    @property
+    def _is_megatron(self) -> bool:
+        return self.software.name == "megatron"
+
+    @property
+    def _logit(self) -> float:
+        """Bytes of a logit, its fp32 copy if it is not fp32, and its gradient. Megatron's loss works in place."""
+        return 6 if self._is_megatron else self._element + (8 if self._element < FULL else 4)
+
+    def _states(self, parameters: float) -> float:
+        """Return the bytes of weights, gradients and optimizer states."""
+        layout, element = self.layout, self._element
+        owned = parameters / (layout.shards if layout.zero else 1)
+        weights = element * parameters / (layout.shards if layout.zero == 3 else 1)
+        gradient = FULL if self._is_megatron else element
+        gradients = gradient * parameters / (layout.shards if layout.zero >= 2 else 1)
+        return weights + gradients + self._optimizer * owned
+
+    @property
+    def _optimizer(self) -> int:
+        """Bytes per parameter of two moments, fp32 master weights, and DeepSpeed's fp32 copy of gradients."""
+        if self._element == FULL and not self.layout.zero:
+            return 8
+        return 12 if self._is_megatron else 16
+
+    def _buffers(self, parameters: float) -> float:
+        """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""
+        layout, per_node, software = self.layout, self.cluster.per_node, self.software
+        bucket = min(parameters, bucket_size(parameters, layout.shards, layout.gradient_bits, software.bucket))
+        layers = min(parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
+        # Megatron sends from the gradients themselves.
+        sends = layout.shards > 1 and not self._is_megatron
+        buffers = self._element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
+        if layout.gradient_bits and layout.data > 1:
+            node = per_node // layout.tensor
+            # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped.
+            buffers += 4 * parameters / (layout.shard_within or (node if layout.data > node else 1))
+        if layout.islands > 1:
+            # The anchor, and the residuals of exchanges.
+            buffers += 8 * parameters / (layout.shards if layout.zero else 1)
+        return buffers
+
+    @property
+    def _kept(self) -> float:
+        """Bytes per token of a layer's activations that wait for backward (2205.05198)."""
+        if self.layout.recompute == "full":
+            return self._element * self.model.hidden / (self.layout.tensor if self.layout.sequence_parallel else 1)
+        return self._everything
+
+    @property
+    def _everything(self) -> float:
+        """Bytes per token of a layer's activations without recomputation."""
+        model, layout, software, element = self.model, self.layout, self.software, self._element
+        eager = software.name in ("deepspeed", "hf")
+        # Inputs of two norms and of the two blocks; the eager norms of Llama also keep fp32 copies.
+        copies = 8 if eager and model.gated and element < FULL else 0
+        norms = model.hidden * (4 * element + 2 * model.dropout + copies)
+        attention = (model.qkv + model.heads * model.head_size) * (1.5 if eager and not model.positions else 1)
+        mlp = model.ffn * model.active * ((4 if eager else 3) if model.gated else 2)
+        flash = software.attention or layout.recompute == "selective"
+        scores = 0.0 if flash else (2.5 if model.dropout else 1) * model.heads * self.seq
+        inside = element * (attention + mlp + scores) / layout.tensor
+        return norms / (layout.tensor if layout.sequence_parallel else 1) + inside
+
+
+def _waiting(layout: Layout, behind: int) -> float:
+    """Return the micro-batches whose activations a stage with `behind` stages after it keeps (2104.04473, 2.2)."""
+    stages, virtual = layout.pipeline, layout.virtual
+    waiting = behind + 1 if virtual == 1 else ((virtual - 1) * stages + 1 + 2 * behind) / virtual
+    return min(waiting, layout.accumulation * max(1.0, waiting / stages))
+
 
 SPREAD = {"compute": 0.05, "memory": 0.10, "launch": 0.4, "bubble": 0.10, "network": 0.25}
 """Relative standard error of a term by its kind; other links have that of `LINK_SPREAD`."""

@@ -1,4 +1,4 @@
-"""From micro-batches to a step: the pipeline's bubble, and messages that hide behind computation."""
+"""Terms of a step: from micro-batches to the pipeline's bubble, and messages that hide behind computation."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,12 +12,41 @@ from deepspeed_compress.planner.compute import (
     optimizer_seconds,
     recomputed,
 )
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layout import Layout, Stage, largest_stage, stages
 from deepspeed_compress.planner.links import SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.stages import Stage, largest_stage, stages
-from deepspeed_compress.planner.term import Term, local
 from deepspeed_compress.planner.traffic import PEER, DataParallel, Traffic, Window, stage_message, tensor_traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Part of the seconds of a step.
+
+    Attributes:
+        name: Name of the work or message.
+        kind: Resource that limits it: "compute", "memory", "launch", "bubble", or the name of a link.
+        seconds: Seconds that the step becomes longer by.
+        busy: Seconds that the resource works, of which `busy - seconds` are hidden behind computation.
+        inside: Bytes that a rank sends in a step to others in its node.
+        outside: Bytes that a rank sends in a step to other nodes.
+        formula: How `seconds` follow from the layout, with its figures.
+        source: Origin of the constant that is used.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    busy: float
+    inside: float
+    outside: float
+    formula: str
+    source: str
+
+
+def local(name: str, kind: str, seconds: float, formula: str, source: str) -> Term:
+    """Return a term that sends nothing and hides behind nothing."""
+    return Term(name, kind, seconds, seconds, 0.0, 0.0, formula, source)
+
 
 _NOTHING = 1e-9
 """Seconds below which a term is left out."""

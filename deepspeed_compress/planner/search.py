@@ -10,9 +10,8 @@ from deepspeed_compress.planner.gpus import CALIBRATED_GPU
 from deepspeed_compress.planner.layout import Engine, Layout
 from deepspeed_compress.planner.layouts import Layouts
 from deepspeed_compress.planner.learning import extra_tokens, loss_gap, outside
-from deepspeed_compress.planner.memory import Verdict
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.predict import Prediction, Predictor
+from deepspeed_compress.planner.predict import Prediction, Predictor, Verdict
 from deepspeed_compress.planner.software import SOFTWARE, Software
 
 TIE = 0.05

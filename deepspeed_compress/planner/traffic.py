@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from deepspeed_compress.planner.compute import Device
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layout import Layout, Stage
 from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.stages import Stage
 
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]
 

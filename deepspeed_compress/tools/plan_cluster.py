@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.cluster import Cluster, read_cluster
+from deepspeed_compress.planner.cluster import Cluster, Node, hostfile, read_cluster, read_nodes
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.files import Start, ds_config
 from deepspeed_compress.planner.measured import Measured, read_constants
 from deepspeed_compress.planner.model import read_model
-from deepspeed_compress.planner.placement import Node, hostfile, read_nodes
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.safe_files import write_json

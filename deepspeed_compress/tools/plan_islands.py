@@ -222,7 +222,7 @@ def _parameters(model: str, own: Sequence[str]) -> int:
             )
         return _positive(round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]), model)
     from deepspeed_compress.models import read_model_config
-    from deepspeed_compress.models.skeleton import build_skeleton
+    from deepspeed_compress.models.gpt import build_skeleton
 
     skeleton = build_skeleton(read_model_config(Path(model)))
     return _shared({name: parameter.numel() for name, parameter in skeleton.named_parameters()}, own)

@@ -13,8 +13,7 @@ from deepspeed_compress.planner.compute import matrix_products
 from deepspeed_compress.planner.constants import MEANINGS
 from deepspeed_compress.planner.files import ds_config
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import Measured, Step, fit_measured
-from deepspeed_compress.planner.probes import Probe
+from deepspeed_compress.planner.measured import Measured, Probe, Step, fit_measured
 from deepspeed_compress.planner.search import Job, Plan
 from deepspeed_compress.tools.bench.jobs import JobRanks, Row, find_ranks
 from deepspeed_compress.tools.bench.options import Emulation

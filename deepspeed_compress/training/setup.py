@@ -11,7 +11,7 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
-from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.models.gpt import build_skeleton
 from deepspeed_compress.training import data
 from deepspeed_compress.training.options import Options
 from deepspeed_compress.training.output import Throttled, display
@@ -121,13 +121,7 @@ def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout
 
 
 def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None:
-    check_layout(config.model_config, config.layout)
-    needed = config.layout.tensor * config.layout.pipeline
-    if ranks.world_size % needed:
-        raise ConfigError(
-            f"/{SECTION}/parallelism: tensor {config.layout.tensor} x pipeline {config.layout.pipeline} does not "
-            f"divide the {ranks.world_size} processes; start a multiple of {needed}, or write other values"
-        )
+    check_layout(config.model_config, config.layout, ranks.world_size)
     positions = getattr(config.model_config, "max_position_embeddings", options.seq_len)
     if options.seq_len > positions:
         raise ConfigError(

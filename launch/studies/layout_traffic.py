@@ -15,11 +15,10 @@ from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.gpus import find_gpu
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layout import Layout, largest_stage
 from deepspeed_compress.planner.links import NOTHING, Links, Message
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.planner.stages import largest_stage
 from deepspeed_compress.planner.traffic import DataParallel, stage_message, tensor_traffic
 from launch.studies.harness import new_parser
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner import fit as least_squares
-from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.fit import Prior
+from deepspeed_compress.planner.constants import Constants, Prior
+from deepspeed_compress.planner.constants import fit as fit_constants
 from deepspeed_compress.planner.predict import Prediction, Predictor
 from launch.studies.harness import new_parser
 from launch.studies.published_runs import CALIBRATION, Run, read_run
@@ -74,7 +73,7 @@ def predict_run(run: Run, constants: Constants | None = None) -> Prediction:
 
 def fit(runs: Sequence[Run]) -> Constants:
     """Return the constants that fit published runs best."""
-    return least_squares.fit([MeasuredStep(run) for run in runs], EXPECTED)
+    return fit_constants([MeasuredStep(run) for run in runs], EXPECTED)
 
 
 def leave_one_out(runs: Sequence[Run]) -> list[float]:

@@ -25,9 +25,8 @@ import numpy as np
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import Step, fit_measured
+from deepspeed_compress.planner.measured import Probe, Step, fit_measured
 from deepspeed_compress.planner.model import read_model
-from deepspeed_compress.planner.probes import Probe
 from deepspeed_compress.planner.search import Candidate, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.safe_files import write_json

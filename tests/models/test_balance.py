@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from transformers import GPT2Config
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.models.balance import LOOKUP, partition_by
-from deepspeed_compress.models.families import family_of
-from deepspeed_compress.models.layers import DecoderLayer
-from deepspeed_compress.models.pipeline import pipeline_layers
-from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.model_families import modules_of
+from deepspeed_compress.models.gpt import build_skeleton
+from deepspeed_compress.models.pipeline import LOOKUP, DecoderLayer, partition_by, pipeline_layers
 from tests.support.properties import properties
 
 WIDTH = 16
@@ -27,7 +25,7 @@ def gpt2(layers: int, vocabulary: int = LARGE, tied: bool = True) -> list[Any]:
     sizes = {"n_embd": WIDTH, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
     config = GPT2Config(n_layer=layers, vocab_size=vocabulary, tie_word_embeddings=tied, **sizes)
     model = build_skeleton(config)
-    return pipeline_layers(model, family_of(model.config))
+    return pipeline_layers(model, modules_of(model.config))
 
 
 def decoders(layers: Sequence[Any], bounds: Sequence[int]) -> list[int]:

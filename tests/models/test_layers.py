@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig
 
-from deepspeed_compress.models.layers import DecoderLayer
+from deepspeed_compress.models.pipeline import DecoderLayer
 
 
 class _Masked(nn.Module):

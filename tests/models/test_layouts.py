@@ -11,8 +11,8 @@ import torch
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor
 
+from deepspeed_compress.model_families import modules_of
 from deepspeed_compress.models import Layout, build_model, read_model_config
-from deepspeed_compress.models.families import family_of
 from deepspeed_compress.training.data import Windows
 from deepspeed_compress.training.stepper import share_of, train_step
 from tests.models.families import LENGTH, MODELS, padded, random_tokens, write_config
@@ -63,7 +63,7 @@ def train_all(rank: int, *runs: Run) -> list[Outcome]:
 def train_one(run: Run) -> Outcome:
     engine, calls = start(run), []
     weights, wrong = weight_names(engine, run)
-    attention = family_of(read_model_config(run.model)).attention
+    attention = modules_of(read_model_config(run.model)).attention
     for name, module in engine.module.named_modules():
         if name.rpartition(".")[2] == attention:
             module.register_forward_hook(lambda *_: calls.append(1))

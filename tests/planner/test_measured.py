@@ -10,8 +10,18 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import MEANINGS, Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import STEP_NOISE, Measured, ObservedStep, Step, fit_measured, read_constants
-from deepspeed_compress.planner.probes import PREDICTED, PRIOR, MeasuredProbe, Probe
+from deepspeed_compress.planner.measured import (
+    PREDICTED,
+    PRIOR,
+    STEP_NOISE,
+    Measured,
+    MeasuredProbe,
+    ObservedStep,
+    Probe,
+    Step,
+    fit_measured,
+    read_constants,
+)
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
 from tests.planner.jobs import TOY

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.planner.cluster import Node, hostfile, read_cluster, read_nodes, ring_order
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.placement import Node, hostfile, read_nodes, ring_order
 
 CLUSTER = read_cluster("8xA100", "100gbit", per_node=2)
 TWO_SWITCHES = "n1 left\nn2 right\n\nn3 left\nn4 right\n"

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from deepspeed.runtime.utils import partition_balanced
 
-from deepspeed_compress.models.balance import LOOKUP
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.models.pipeline import LOOKUP
+from deepspeed_compress.planner.layout import Layout, stages
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.stages import stages
 from tests.planner.jobs import LLAMA_1B, LLAMA_7B, LLAMA_70B, TOY
 
 

@@ -1,4 +1,4 @@
-"""Conversion of weights between a transformers causal LM and megatron-core's GPTModel.
+"""Conversion between a transformers causal LM and megatron-core's GPTModel: the arguments and the weights.
 
 GPT-2 in transformers stores transposed matrices (`Conv1D`), and the queries of all heads, then the keys, then the
 values. Megatron stores them head by head, so tensor parallelism can cut the rows between any two heads.
@@ -6,11 +6,13 @@ values. Megatron stores them head by head, so tensor parallelism can cut the row
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -18,9 +20,72 @@ from transformers import PretrainedConfig
 
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.models.export import write_pretrained
-from deepspeed_compress.models.megatron.options import gpt_options
-from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.models.gpt import build_skeleton
 from deepspeed_compress.models.sources import open_source
+
+_TANH = partial(F.gelu, approximate="tanh")
+_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
+    "gelu_new": _TANH,
+    "gelu_pytorch_tanh": _TANH,
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
+"""Activations by their names in transformers. Megatron's `openai_gelu` is not used; it is compiled on first use."""
+_ALLOWED: Mapping[str, tuple[object, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": tuple(_ACTIVATIONS),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+"""Keys of a config, each with the values that GPTModel supports."""
+
+
+@dataclass(frozen=True)
+class GPTOptions:
+    """Keyword arguments of TransformerConfig (`transformer`) and GPTModel (`model`).
+
+    Layout and dtypes are left to the program.
+    """
+
+    transformer: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+
+def gpt_options(config: PretrainedConfig) -> GPTOptions:
+    """Return the options for a model of `config`.
+
+    Raises:
+        UnsupportedError: if megatron-core would compute another function.
+    """
+    problems = [
+        f'/{key} is "{getattr(config, key)}" (allowed: {", ".join(map(str, allowed))})'
+        for key, allowed in _ALLOWED.items()
+        if getattr(config, key, allowed[0]) not in allowed
+    ]
+    if not problems and config.embd_pdrop != config.resid_pdrop:
+        problems.append(f"/embd_pdrop is {config.embd_pdrop} (allowed: {config.resid_pdrop}, as /resid_pdrop)")
+    if problems:
+        text = "; ".join(problems)
+        raise UnsupportedError(f"config.json: megatron-core's GPTModel does not support {text}. Use another model")
+    return GPTOptions(
+        {
+            "num_layers": config.n_layer,
+            "hidden_size": config.n_embd,
+            "num_attention_heads": config.n_head,
+            "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
+            "layernorm_epsilon": config.layer_norm_epsilon,
+            "activation_func": _ACTIVATIONS[config.activation_function],
+            "hidden_dropout": config.resid_pdrop,
+            "attention_dropout": config.attn_pdrop,
+        },
+        {
+            "vocab_size": config.vocab_size,
+            "max_sequence_length": config.n_positions,
+            "position_embedding_type": "learned_absolute",
+            "share_embeddings_and_output_weights": config.tie_word_embeddings,
+        },
+    )
 
 
 def _identity(value: Tensor, heads: int) -> Tensor:

@@ -2,11 +2,9 @@
 
 import argparse
 import io
-import json
 import os
 import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +13,8 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic
 from deepspeed_compress.errors import CompressError, ConfigError
-from deepspeed_compress.safe_files import check_regular
+from deepspeed_compress.model_families import read_config
+from deepspeed_compress.safe_files import replacing, temporary
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.files import STDIN, YAML, Search, Source, detected_framework, sources
 from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
@@ -173,24 +172,10 @@ def _context(options: argparse.Namespace, settings: Settings) -> Context:
         world_size=options.world_size or settings.world_size,
         ranks_per_node=options.ranks_per_node or settings.ranks_per_node,
         framework=options.framework or settings.framework,
-        model=None if options.model is None else read_model(options.model),
+        model=None if options.model is None else read_config(options.model),
         gpu_memory=options.gpu_memory,
         bandwidth=options.bandwidth,
     )
-
-
-def read_model(path: Path) -> dict[str, Any]:
-    """Return the content of a Hugging Face model's config.json. `path` is the file or its directory."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        check_regular(str(file))
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
-        raise ConfigError(f"--model {file}: {reason}. Write the config.json of a model, or its directory.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--model {file}: {type(config).__name__} (allowed: an object). Write a model's config.json.")
-    return config
 
 
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
@@ -227,15 +212,9 @@ def _write(linted: list[Linted], options: argparse.Namespace) -> None:
 def _replace_content(path: Path, content: bytes) -> None:
     """Replace the content of a file, or of the target of a link. An error or interruption leaves the old content."""
     target = path.resolve()
-    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        shutil.copymode(target, scratch)
-        os.replace(scratch, target)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    with replacing(target, temporary(target)) as stream:
+        stream.write(content)
+        shutil.copymode(target, temporary(target))
 
 
 def _show_differences(changed: list[Linted], quiet: bool) -> None:

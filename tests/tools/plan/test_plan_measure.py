@@ -15,9 +15,8 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.constants import Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import ObservedStep, Step
+from deepspeed_compress.planner.measured import MeasuredProbe, ObservedStep, Probe, Step
 from deepspeed_compress.planner.model import read_model
-from deepspeed_compress.planner.probes import MeasuredProbe, Probe
 from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools import plan_cluster

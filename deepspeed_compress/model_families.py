@@ -1,16 +1,39 @@
-"""Model families that can be split into stages and between ranks: names of their modules and of the split matrices.
+"""Causal language models: the reader of their config.json, and the table of their families. Loads no torch.
 
-To add a family, add a row to FAMILIES. Its decoder layers must take hidden states, `attention_mask`, `position_ids` and
-(with a rotary module) `position_embeddings`, and return hidden states, as those of transformers do. Then add it to the
-models of tests/models, which compare it with transformers in every layout.
+`planner` reads the shapes of a family, and `models` divides it by its `Modules`. To let it divide another family, add
+them to FAMILIES. Its decoder layers must take hidden states, `attention_mask`, `position_ids` and (with a rotary
+module) `position_embeddings`, and return hidden states, as those of transformers do. Then add it to the models of
+tests/models, which compare it with transformers in every layout.
 """
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.safe_files import check_regular
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a Hugging Face model's config.json. `path` is the file or its directory.
+
+    Raises:
+        ConfigError: It cannot be read, or is not a JSON object.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        check_regular(str(file))
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+        raise ConfigError(f"--model {file}: {reason}. Write the config.json of a model, or its directory.") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--model {file}: {type(config).__name__} (allowed: an object). Write a model's config.json.")
+    return config
+
 
 Sizes = tuple[int, ...]
 
@@ -40,8 +63,8 @@ def _query_key_value(config: Any) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Names of the parts of a model family.
+class Modules:
+    """Names of the modules of a family, as `models` divides them into stages and between ranks.
 
     Attributes:
         backbone: the base model in the causal LM; the following names are relative to it.
@@ -71,7 +94,7 @@ class Family:
 
 
 _GATED_MLP = ("mlp.gate_proj", "mlp.up_proj")
-LLAMA = Family(
+LLAMA = Modules(
     backbone="model",
     layers="layers",
     norm="norm",
@@ -79,8 +102,8 @@ LLAMA = Family(
     columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *_GATED_MLP),
     rows=("self_attn.o_proj", "mlp.down_proj"),
 )
-QWEN3 = Family(**vars(LLAMA) | {"norms": ("self_attn.q_norm", "self_attn.k_norm")})
-PHI3 = Family(
+QWEN3 = Modules(**vars(LLAMA) | {"norms": ("self_attn.q_norm", "self_attn.k_norm")})
+PHI3 = Modules(
     **vars(LLAMA)
     | {
         "columns": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
@@ -91,7 +114,7 @@ PHI3 = Family(
         "narrow": _narrow_phi3,
     }
 )
-GPT_NEOX = Family(
+GPT_NEOX = Modules(
     backbone="gpt_neox",
     layers="layers",
     norm="final_layer_norm",
@@ -101,7 +124,7 @@ GPT_NEOX = Family(
     rows=("attention.dense", "mlp.dense_4h_to_h"),
     prologue=("emb_dropout",),
 )
-GPT2 = Family(
+GPT2 = Modules(
     backbone="transformer",
     layers="h",
     norm="ln_f",
@@ -114,31 +137,55 @@ GPT2 = Family(
     narrow=_narrow_gpt2,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Facts about a `model_type`, with the defaults of transformers for keys that a config.json leaves out.
+
+    Attributes:
+        modules: Names of its modules, or None if `models` cannot divide it.
+        gated: Whether the MLP has a gate.
+        positions: Number of learned positions; 0 for other kinds of positions.
+        tied: Whether embedding and head share their weights.
+        dropout: Dropout rate of the residual connections.
+    """
+
+    modules: Modules | None = None
+    gated: bool = True
+    positions: int = 0
+    tied: bool = False
+    dropout: float = 0.0
+
+
 FAMILIES: Mapping[str, Family] = {
-    "gemma2": LLAMA,
-    "gpt2": GPT2,
-    "gpt_neox": GPT_NEOX,
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "phi3": PHI3,
-    "qwen2": LLAMA,
-    "qwen3": QWEN3,
+    "gpt2": Family(GPT2, gated=False, positions=1024, tied=True, dropout=0.1),
+    "gpt_neo": Family(gated=False, positions=2048, tied=True),
+    "opt": Family(gated=False, positions=2048, tied=True, dropout=0.1),
+    "gpt_neox": Family(GPT_NEOX, gated=False),
+    "phi": Family(gated=False),
+    "bloom": Family(gated=False, tied=True),
+    **dict.fromkeys(("llama", "mistral", "qwen2"), Family(LLAMA)),
+    "qwen3": Family(QWEN3),
+    "phi3": Family(PHI3),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmo", "olmo2", "granite"), Family()),
+    "gemma2": Family(LLAMA, tied=True),
+    **dict.fromkeys(("gemma", "gemma3_text"), Family(tied=True)),
 }
 """Families by the `model_type` of the model's config."""
 
 
-def family_of(config: Any) -> Family:
-    """Return the family of `config`.
+def modules_of(config: Any) -> Modules:
+    """Return the modules of the family of `config`.
 
     Raises:
-        UnsupportedError: if FAMILIES has no row for this `model_type`.
+        UnsupportedError: if `models` cannot divide this `model_type`.
     """
-    found = FAMILIES.get(config.model_type)
-    if found is None:
-        known = ", ".join(f'"{name}"' for name in FAMILIES)
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.modules is None:
+        known = ", ".join(f'"{name}"' for name, family in sorted(FAMILIES.items()) if family.modules is not None)
         raise UnsupportedError(
             f'/deepspeed_compress/parallelism: model_type "{config.model_type}" does not support tensor or pipeline '
-            f"parallelism (allowed: {known}). Write 1 for both, or add a row for it to "
-            "deepspeed_compress/models/families.py."
+            f"parallelism (allowed: {known}). Write 1 for both, or add its modules to "
+            "deepspeed_compress/model_families.py."
         )
-    return found
+    return family.modules
