@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_compress.tools.lint.docstring import Proof, read_texts
+from deepspeed_compress.tools.lint.rule import Proof, read_texts
 
 DOCSTRING = """Summary.
 

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at, at_key, write
-from deepspeed_compress.tools.lint.docstring import Proof
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, replace
-from deepspeed_compress.tools.lint.rule import Check, Context, LintRule
+from deepspeed_compress.tools.lint.rule import Check, Context, LintRule, Proof
 
 PIECES = (
     *"{}[],:\"'#\\ \n\t-+_ab019é\u00a0\x0b\x00",
