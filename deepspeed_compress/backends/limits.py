@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import SECTION, CompressConfig, total_steps
-from deepspeed_compress.config.contradictions import WITH_TRAINER
+from deepspeed_compress.config.gradient_problems import WITH_TRAINER
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
 

@@ -1,15 +1,28 @@
-"""The `deepspeed_compress` section of a DeepSpeed configuration: models, loading, expansion, JSON Schema.
+"""The `deepspeed_compress` section of a DeepSpeed configuration, on its way from the file into force.
+
+1. `loading` reads the file as DeepSpeed does.
+2. `section` adds what a preset sets, and validates. The settings are in `models` (the whole section with its defaults),
+   `places` and `overrides` (gradients and weights, with `methods` and `sparse_methods`), `schedules` and `islands`.
+   `validation_errors` says what pydantic finds wrong, with the help of `schema`.
+3. `checks` is the table of all refusals and warnings, which the modules `..._problems` and `unsupported` define.
+4. `expand` writes the parallelism into DeepSpeed's own keys (`native`).
+5. `schedules` and `candidates` make the settings that a policy puts in force at a step.
 
 Nothing here imports torch, deepspeed or transformers.
 """
 
-from deepspeed_compress.config.activations import Activations, ExpertActivations, TensorActivations
 from deepspeed_compress.config.expand import check_world, expand
 from deepspeed_compress.config.islands import Elastic, Islands, Outer
 from deepspeed_compress.config.loading import read_ds_config
 from deepspeed_compress.config.methods import MethodConfig
-from deepspeed_compress.config.models import SECTION, CompressConfig, Guard
-from deepspeed_compress.config.patches import brief, patched, settings_of, written
+from deepspeed_compress.config.models import (
+    SECTION,
+    Activations,
+    CompressConfig,
+    ExpertActivations,
+    Guard,
+    TensorActivations,
+)
 from deepspeed_compress.config.places import (
     CompressedGradients,
     CompressedWeights,
@@ -18,10 +31,9 @@ from deepspeed_compress.config.places import (
     PowerSGDGradients,
     WeightsConfig,
 )
-from deepspeed_compress.config.preset import with_preset
-from deepspeed_compress.config.schedules import total_steps
+from deepspeed_compress.config.schedules import brief, patched, settings_of, total_steps, written
 from deepspeed_compress.config.secrets import masked, masked_arguments
-from deepspeed_compress.config.section import find_missing, parse_section
+from deepspeed_compress.config.section import find_missing, parse_section, with_preset
 
 __all__ = [
     "SECTION",

@@ -1,4 +1,4 @@
-"""Candidates of an adaptive choice, for gradients and for weights, and the settings that cannot be candidates.
+"""Candidates of an adaptive choice, for gradients and for weights, and the reasons why settings cannot be candidates.
 
 A candidate must be able to replace every other one during a run, and the value of its steps must be known.
 """
@@ -8,10 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config.methods import NoCompression
-from deepspeed_compress.config.models import CompressConfig, Parallelism
-from deepspeed_compress.config.native import STAGE
-from deepspeed_compress.config.patches import patched, patched_weights
+from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.places import (
     CompressedGradients,
     CompressedWeights,
@@ -20,9 +17,8 @@ from deepspeed_compress.config.places import (
     TopKWeights,
     WeightsConfig,
 )
-from deepspeed_compress.config.problems import listed, problem
-from deepspeed_compress.config.schedules import FIXED, OWN_MOMENTUM
-from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
+from deepspeed_compress.config.problems import listed
+from deepspeed_compress.config.schedules import OWN_MOMENTUM, patched, patched_weights
 
 Patch = Mapping[str, Any]
 
@@ -65,7 +61,7 @@ def _usual_candidates(written: GradientsConfig, low_rank: bool) -> Iterator[Grad
         except ValidationError:
             # For example, its residual settings have no decay, and the written ones have one.
             return
-        if _reason_against(written, settings) is None:
+        if reason_against(written, settings) is None:
             yield settings
 
 
@@ -90,61 +86,22 @@ def weight_candidates(section: CompressConfig, differences: bool) -> tuple[Weigh
     return tuple(dict.fromkeys((written, *(patched_weights(written, patch) for patch in patches))))
 
 
-def find_adaptive_problems(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Yield the settings that `adaptive` of `section` cannot choose from."""
-    if section.adaptive is None:
-        return
-    yield from _gradient_problems(section)
-    yield from _weight_problems(section)
-    if section.gradients.method == "none":
-        what = (
-            'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: '
-            "another method)"
-        )
-        yield problem(("adaptive",), what, 'another method in gradients; "none" is always a candidate')
-    for key in ("ramp", "phases"):
-        if getattr(section.schedule, key):
-            what = f"cannot be combined with schedule.{key}, which sets the same keys (allowed: one of the two)"
-            yield problem(("adaptive",), what, f"adaptive without schedule.{key}")
-
-
-def _gradient_problems(section: CompressConfig) -> Iterator[Diagnostic]:
-    written, adaptive = section.gradients, section.adaptive
-    assert adaptive is not None
-    own = written.method in OWN_MOMENTUM
-    for index, patch in enumerate(adaptive.candidates or ()):
-        # Keys that may not change are reported separately.
-        changed = {key: value for key, value in patch.items() if key not in FIXED}
-        path, settings = ("adaptive", "candidates", index), patched(written, changed)
-        reason = _reason_against_momentum(written) if own else _reason_against(written, settings)
-        if reason is not None:
-            yield problem((*path, "method"), f'"{settings.method}" {reason[0]}', reason[1])
-    unfed = isinstance(written, PowerSGDGradients) and written.error_feedback is None
-    if unfed:
-        what = f"null cannot be combined with adaptive: PowerSGD {_NO_FEEDBACK[0]}"
-        yield problem(("gradients", "error_feedback"), what, _NO_FEEDBACK[1])
-    if own and len(weight_candidates(section, differences=True)) == 1:
-        yield problem(("adaptive",), *_nothing_to_choose(written.method))
-
-
-_NO_FEEDBACK = (
+NO_FEEDBACK = (
     "without error feedback cannot be a candidate, because its effect on the loss was only measured with it "
     "(allowed: an object)",
     '"error_feedback": {}, or another method',
 )
 
 
-def _reason_against_momentum(written: GradientsConfig) -> tuple[str, str]:
-    what = f'gradients.method "{written.method}"'
-    return (
-        f"cannot alternate with {what}, which needs an optimizer without momentum, and keeps a momentum in place of a "
-        "residual (allowed: no candidates; only the settings of weights are chosen)",
-        'no candidates, or "method": "blockwise" in gradients, with an optimizer that has momentum',
-    )
-
-
-def _reason_against(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
+def reason_against(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
     """Return why `settings` cannot alternate with the written ones, and what to write instead; None if they can."""
+    if written.method in OWN_MOMENTUM:
+        return (
+            f'cannot alternate with gradients.method "{written.method}", which needs an optimizer without momentum, '
+            "and keeps a momentum in place of a residual (allowed: no candidates; only the settings of weights are "
+            "chosen)",
+            'no candidates, or "method": "blockwise" in gradients, with an optimizer that has momentum',
+        )
     if settings.method in OWN_MOMENTUM:
         what = "cannot be chosen during a run: it needs an optimizer without momentum, and keeps a momentum of its own"
         return (
@@ -160,7 +117,7 @@ def _reason_against(written: GradientsConfig, settings: GradientsConfig) -> tupl
         )
         return what, '"blockwise", or "hierarchy": null in gradients'
     if isinstance(settings, PowerSGDGradients) and settings.error_feedback is None:
-        return _NO_FEEDBACK
+        return NO_FEEDBACK
     if (settings.residuals is None) != (written.residuals is None):
         what = (
             "and the method in gradients must both keep residuals or both keep none, or some residuals would never "
@@ -168,42 +125,3 @@ def _reason_against(written: GradientsConfig, settings: GradientsConfig) -> tupl
         )
         return f"{what} (allowed: the same for both)", '"error_feedback": {} in gradients, or another method'
     return None
-
-
-def _weight_problems(section: CompressConfig) -> Iterator[Diagnostic]:
-    adaptive, weights = section.adaptive, section.weights
-    assert adaptive is not None
-    if adaptive.weights is None:
-        return
-    if not isinstance(weights, CompressedWeights):
-        what = (
-            'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: another method)'
-        )
-        yield problem(("adaptive", "weights"), what, '"weights": {"bits": 4}, and {"method": "none"} as a candidate')
-        return
-    places: list[tuple[Path, WeightsConfig]] = [(("weights",), section.weights)]
-    # An empty patch means that weights stay as they are.
-    for index, patch in ((index, patch) for index, patch in enumerate(adaptive.weights) if patch):
-        places.append((("adaptive", "weights", index), patched_weights(section.weights, patch)))
-    for path, settings in places if any(adaptive.weights) else ():
-        if isinstance(settings, TopKWeights):
-            what = '"topk" cannot be a candidate, because its effect on the loss depends on how far weights lag behind'
-            yield problem((*path, "method"), f"{what} (allowed: none, blockwise, sign)", '"method": "sign"')
-
-
-def find_empty_choice(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Yield what cannot be chosen at the file's ZeRO stage: under ZeRO 3 no rank keeps the weights that it gathers."""
-    parallelism, adaptive = section.parallelism or Parallelism(), section.adaptive
-    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
-    if stage != 3 or adaptive is None or isinstance(section.weights, NoCompression):
-        return
-    if adaptive.weights is not None:
-        what = f"cannot be combined with {place}: 3, where weights are rounded instead of sent as differences"
-        yield problem(("adaptive", "weights"), f"{what} (allowed: null)", f"null, or 1 or 2 as {place}")
-    elif section.gradients.method in OWN_MOMENTUM:
-        yield problem(("adaptive",), *_nothing_to_choose(f"{section.gradients.method} under ZeRO 3"))
-
-
-def _nothing_to_choose(method: str) -> tuple[str, str]:
-    what = f'has nothing to choose: "{method}" cannot alternate with other methods, and neither can its weights'
-    return f"{what} (allowed: another method, or ZeRO 1 or 2 with blockwise or sign weights)", "no adaptive"

@@ -1,60 +1,50 @@
-"""Settings that contradict islands: their own, those of the rest of the section, and those of the rest of the file."""
+"""Checks of `islands`: against themselves, the rest of the section, and the rest of the file."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from deepspeed_compress.config.islands import Islands
-from deepspeed_compress.config.models import CompressConfig, Parallelism
-from deepspeed_compress.config.native import STAGE, TENSOR, value_at
+from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.config.places import CompressedGradients, ErrorFeedbackConfig, PowerSGDGradients
-from deepspeed_compress.config.problems import problem, show
+from deepspeed_compress.config.problems import Configuration, problem, show
 from deepspeed_compress.diagnostics import Diagnostic, at, write
 
 
-def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Yield settings of islands that contradict each other."""
-    islands = section.islands
+def within_section(configuration: Configuration) -> Iterator[Diagnostic]:
+    """Check settings of islands against each other and the rest of the section."""
+    islands, guard = configuration.section.islands, configuration.section.guard
     if islands is None:
         return
-    yield from (_elastic_problems if islands.elastic is not None else _single_job_problems)(islands)
+    yield from (_elastic if islands.elastic is not None else _single_job)(islands)
     if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
         what = f'{islands.outer.momentum} has no effect with optimizer "average" (allowed: no key)'
-        yield problem(
-            ("islands", "outer", "momentum"), what, 'nothing: remove the key, or write "optimizer": "nesterov"'
-        )
-    yield from _checkpoint_rollback(section)
-    yield from _exchange_problems(islands)
-    pipeline = (section.parallelism or Parallelism()).pipeline
+        instead = 'nothing: remove the key, or write "optimizer": "nesterov"'
+        yield problem(("islands", "outer", "momentum"), what, instead)
+    if guard is not None and guard.rollback is not None and guard.rollback.checkpoint:
+        what = "true would roll back the weights of one island while the others continue (allowed with islands: false)"
+        yield problem(("guard", "rollback", "checkpoint"), what, "false, or remove islands")
+    yield from _exchange(islands)
+    pipeline = configuration.parallelism.pipeline
     if pipeline > 1 and islands.elastic is None:
         what = (
             f"{pipeline} is not available inside islands of one job, because DeepSpeed distributes stages over all "
-            "ranks of the job"
+            "ranks of the job (allowed: 1)"
         )
-        yield problem(("parallelism", "pipeline"), f"{what} (allowed: 1)", '1, or islands with "elastic"')
+        yield problem(("parallelism", "pipeline"), what, '1, or islands with "elastic"')
 
 
-def _exchange_problems(islands: Islands) -> Iterator[Diagnostic]:
-    if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
-        what = (
-            f"{islands.exchange.method} needs more than one round trip between islands (allowed: other methods, "
-            "without hierarchy)"
-        )
-        yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
-    kept = islands.exchange.residuals if isinstance(islands.exchange, CompressedGradients) else None
+def _exchange(islands: Islands) -> Iterator[Diagnostic]:
+    exchange = islands.exchange
+    if isinstance(exchange, PowerSGDGradients) or getattr(exchange, "hierarchy", None) is not None:
+        what = f"{exchange.method} needs more than one round trip between islands"
+        instead = '{"method": "blockwise", "bits": 4}, without hierarchy'
+        yield problem(("islands", "exchange"), f"{what} (allowed: other methods, without hierarchy)", instead)
+    kept = exchange.residuals if isinstance(exchange, CompressedGradients) else None
     if isinstance(kept, ErrorFeedbackConfig) and kept.reset_interval is not None:
         what = f"{kept.reset_interval} has no effect on the residuals of exchanges (allowed in exchange: null)"
         yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove the key")
 
 
-def _checkpoint_rollback(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Check settings that would let one island alone change weights that it shares with the others."""
-    rollback = None if section.guard is None else section.guard.rollback
-    if rollback is not None and rollback.checkpoint:
-        what = "true would roll back the weights of one island while the others continue (allowed with islands: false)"
-        yield problem(("guard", "rollback", "checkpoint"), what, "false, or remove islands")
-
-
-def _single_job_problems(islands: Islands) -> Iterator[Diagnostic]:
+def _single_job(islands: Islands) -> Iterator[Diagnostic]:
     if (islands.size is None) != islands.by_host:
         what = f"{show(islands.size)} with by_host: {show(islands.by_host)} (allowed: exactly one of the two)"
         yield problem(("islands", "size"), what, '"size": 8, for islands of 8 ranks, or "by_host": true without size')
@@ -72,25 +62,22 @@ _SINGLE_JOB_KEYS = {"size": None, "by_host": False, "fragments": 1, "delay": 0, 
 """Keys that islands that join and leave do not have, with the value that has no effect."""
 
 
-def _elastic_problems(islands: Islands) -> Iterator[Diagnostic]:
-    for key, nothing in _SINGLE_JOB_KEYS.items():
-        if getattr(islands, key) != nothing:
-            what = (
-                f"{show(getattr(islands, key))} only applies to islands of one job (allowed with elastic: "
-                f"{show(nothing)})"
-            )
-            yield problem(("islands", key), what, f"nothing: remove {key}, or elastic")
+def _elastic(islands: Islands) -> Iterator[Diagnostic]:
     elastic = islands.elastic
-    if elastic is not None and elastic.give_up_seconds < elastic.timeout_seconds:
+    assert elastic is not None
+    for key, nothing in _SINGLE_JOB_KEYS.items():
+        value = getattr(islands, key)
+        if value != nothing:
+            what = f"{show(value)} only applies to islands of one job (allowed with elastic: {show(nothing)})"
+            yield problem(("islands", key), what, f"nothing: remove {key}, or elastic")
+    if elastic.give_up_seconds < elastic.timeout_seconds:
         what = f"{show(elastic.give_up)} is shorter than timeout {show(elastic.timeout)} (allowed: at least timeout)"
         yield problem(("islands", "elastic", "give_up"), what, f"{show(elastic.timeout)}, or more")
-    if elastic is not None and elastic.parameter_server is not None and elastic.minimum > 1:
-        what = (
-            f"{elastic.minimum} has no effect with parameter_server, because asynchronous islands do not wait "
-            "(allowed: 1)"
-        )
-        yield problem(("islands", "elastic", "minimum"), what, "nothing: remove minimum, or parameter_server")
-    if elastic is not None and elastic.parameter_server is not None and islands.second_moments is not None:
+    if elastic.parameter_server is not None and elastic.minimum > 1:
+        what = f"{elastic.minimum} has no effect with parameter_server, because asynchronous islands do not wait"
+        instead = "nothing: remove minimum, or parameter_server"
+        yield problem(("islands", "elastic", "minimum"), f"{what} (allowed: 1)", instead)
+    if elastic.parameter_server is not None and islands.second_moments is not None:
         what = "need exchanges in rounds, which asynchronous islands do not have (allowed with parameter_server: null)"
         yield problem(("islands", "second_moments"), what, "null, or remove parameter_server")
 
@@ -99,67 +86,49 @@ _WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedla
 """Lower-case optimizer types that keep Adam's second moment for every weight that Adam steps."""
 
 
-def find_island_mismatches(
-    ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
-) -> Iterator[Diagnostic]:
-    """Yield contradictions of islands with the rest of the file, or with `world_size` ranks in total.
-
-    They concern the optimizer, fp32 master weights that cannot be found, and tensor parallelism, which both the section
-    and DeepSpeed's own key may request.
-    """
-    islands, parallelism = section.islands, section.parallelism or Parallelism()
+def within_file(configuration: Configuration) -> Iterator[Diagnostic]:
+    """Check islands against the optimizer, the fp32 master weights, tensor parallelism, and the number of ranks."""
+    islands, tensor, world_size = configuration.section.islands, configuration.tensor, configuration.world_size
     if islands is None:
         return
-    kind = value_at(ds_config, ("optimizer", "type"))
+    kind = configuration.native("optimizer", "type")
     if islands.second_moments is not None and isinstance(kind, str) and kind.lower() not in _WITH_SECOND_MOMENTS:
         what = f"has no effect with optimizer {show(kind)}, which has no second moments (allowed: null)"
         yield problem(("islands", "second_moments"), what, 'null, or use "type": "AdamW"')
-    yield from _missing_master_weights(ds_config, STAGE.effective(ds_config, parallelism))
-    tensor = TENSOR.effective(ds_config, parallelism)
+    yield from _missing_master_weights(configuration)
     if islands.elastic is not None:
         if tensor > 1 and islands.elastic.parameter_server is not None:
             what = f"{tensor} is not available with a parameter server, which knows one shape of each parameter"
-            instead = '1, or "parameter_server": null'
-            yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with it: 1)", write(instead))
+            key, instead = at(*TENSOR.place(configuration.parallelism)), '1, or "parameter_server": null'
+            yield Diagnostic(key, f"{what} (allowed with it: 1)", write(instead))
         return
-    yield from _native_problems(ds_config)
-    ranks = None if islands.size is None else islands.size * tensor
-    if ranks is not None and world_size is not None and world_size % ranks:
+    for place, why in _FALSE_IN_SINGLE_JOB:
+        if configuration.native(*place) is True:
+            what = f"true {why} (allowed with islands: false)"
+            yield Diagnostic(at(*place), what, write("false, or remove islands"))
+    if islands.size is not None and world_size is not None and world_size % (islands.size * tensor):
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"
-        yield problem(
-            ("islands", "size"),
-            f"{what} (allowed: divisors)",
-            "another size, or start a multiple of that number of ranks",
-        )
+        instead = "another size, or start a multiple of that number of ranks"
+        yield problem(("islands", "size"), f"{what} (allowed: divisors)", instead)
 
 
-def _missing_master_weights(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
+def _missing_master_weights(configuration: Configuration) -> Iterator[Diagnostic]:
     """Check that there are fp32 master weights, as `find_master_weights` does once there is an engine."""
     for key in ("bf16", "bfloat16", "fp16"):
-        if stage == 0 and value_at(ds_config, (key, "enabled")) is True:
+        if configuration.stage == 0 and configuration.native(key, "enabled") is True:
             what = "true without ZeRO leaves no fp32 master weights for islands to exchange (allowed: with ZeRO 1 to 3)"
             yield Diagnostic(at(key, "enabled"), what, write('"zero_optimization": {"stage": 1}, or false'))
     place = ("zero_optimization", "offload_param", "device")
-    if stage == 3 and value_at(ds_config, place) == "nvme":
+    if configuration.stage == 3 and configuration.native(*place) == "nvme":
         what = '"nvme" stores weights where islands cannot exchange them (allowed with islands: "cpu", "none")'
         yield Diagnostic(at(*place), what, write('"cpu"'))
 
 
-_FALSE_IN_SINGLE_JOB = (
+_OF_ONE_ISLAND = "distributes data over the ranks of one island only"
+_SAMPLING = ("data_efficiency", "data_sampling")
+_FALSE_IN_SINGLE_JOB: tuple[tuple[tuple[str, ...], str], ...] = (
     (("checkpoint", "use_node_local_storage"), "gives hosts different files, but all islands must load the same ones"),
-    (
-        ("data_efficiency", "data_sampling", "curriculum_learning", "enabled"),
-        "distributes data over the ranks of one island only",
-    ),
-    (
-        ("data_efficiency", "data_sampling", "dynamic_batching", "enabled"),
-        "distributes data over the ranks of one island only",
-    ),
+    ((*_SAMPLING, "curriculum_learning", "enabled"), _OF_ONE_ISLAND),
+    ((*_SAMPLING, "dynamic_batching", "enabled"), _OF_ONE_ISLAND),
 )
 """DeepSpeed's keys that must not be true with islands of one job, and why."""
-
-
-def _native_problems(ds_config: Mapping[str, Any]) -> Iterator[Diagnostic]:
-    for place, why in _FALSE_IN_SINGLE_JOB:
-        if value_at(ds_config, place) is True:
-            yield Diagnostic(at(*place), f"true {why} (allowed with islands: false)", write("false, or remove islands"))

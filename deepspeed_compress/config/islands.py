@@ -1,15 +1,44 @@
 """Settings of islands: groups of ranks that train independently and exchange weights from time to time."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from deepspeed_compress.config.addresses import Address
 from deepspeed_compress.config.durations import Duration, seconds
 from deepspeed_compress.config.methods import BlockwiseConfig, Model
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
+
+_MOST = 65535
+_HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})"
+
+
+def check_address(text: str) -> str:
+    """Return `text` if it is "host:port" with a name or an IPv4 address, and a port from 1 to 65535.
+
+    Raises:
+        ValueError: if it is not, with what to write instead.
+    """
+    found = re.fullmatch(rf"({_HOST}):(\d+)", text, re.ASCII)
+    if found is None and text.count(":") > 1:
+        raise ValueError(
+            f'"{text}" contains an IPv6 address (allowed: a host name or an IPv4 address, and a port); write '
+            '"head.example.org:29400"'
+        )
+    if found is None:
+        raise ValueError(f'"{text}" is not an address (allowed: host:port); write "head.example.org:29400"')
+    if not 1 <= int(found[2][:6]) <= _MOST:
+        raise ValueError(f'"{text}" has port {found[2]} (allowed: 1 to {_MOST}); write "{found[1]}:29400"')
+    return text
+
+
+Address = Annotated[
+    str,
+    AfterValidator(check_address),
+    Field(examples=["head.example.org:29400"], json_schema_extra={"pattern": rf"^{_HOST}:[0-9]{{1,5}}$"}),
+]
 
 
 class Outer(Model):

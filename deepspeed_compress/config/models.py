@@ -1,18 +1,160 @@
 """The section as a whole. The text under each field is its description in the JSON Schema."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from deepspeed_compress.config.activations import Activations
-from deepspeed_compress.config.checkpointing import Checkpointing
-from deepspeed_compress.config.durations import BitRate
+from deepspeed_compress.config.durations import BitRate, ByteRate, Duration
 from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.methods import Model, NoCompression
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
-from deepspeed_compress.config.rollout import Rollout
-from deepspeed_compress.config.sparse_methods import Density
+from deepspeed_compress.config.schedules import Patch, Schedule
+
+
+class TensorActivations(Model):
+    """Sums of activations and of their gradients over the ranks that share a layer, during training."""
+
+    merge: bool = True
+    """Sum the gradient of a tensor once if several layers of a module read it: query, key and value, or gate and up.
+    This changes nothing but the order of an addition."""
+    bits: Literal[8, 4] | None = None
+    """Bits per element of these sums; null sends them uncompressed. Sums over the vocabulary stay uncompressed."""
+    backward_bits: Literal[8, 4] | None = None
+    """Bits per element of the sums of the backward pass; null takes `bits`. Gradients need more bits than outputs."""
+
+    @property
+    def bits_of_gradients(self) -> int | None:
+        """Return the bits per element of the sums of the backward pass; None if they stay uncompressed."""
+        return self.bits if self.backward_bits is None else self.backward_bits
+
+
+class PipelineActivations(Model):
+    """Activations and their gradients between pipeline stages, during training."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of the first tensor that a stage passes on, and of its gradient. Other tensors, such as masks,
+    stay uncompressed."""
+
+
+class Dispatch(Model):
+    """Exchange of tokens on their way to the experts."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these tokens in the forward pass, and of their gradients in the backward pass."""
+
+
+class Combine(Model):
+    """Exchange of what the experts return."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these results in the forward pass, and of their gradients in the backward pass."""
+
+
+class ExpertActivations(Model):
+    """Exchanges of tokens between ranks that share the experts of a layer, during training. Counts stay exact."""
+
+    dispatch: Dispatch | None = None
+    """Tokens on their way to the experts, and their gradients; null sends them uncompressed."""
+    combine: Combine | None = None
+    """Results of the experts on their way back, and their gradients; null sends them uncompressed."""
+
+
+class SequenceActivations(Model):
+    """Queries, keys, values and outputs of attention between sequence-parallel ranks (Ulysses), during training."""
+
+    bits: Literal[8, 4] = 8
+    """Bits per element of these tensors and of their gradients. Positions stay uncompressed."""
+
+
+class Activations(Model):
+    """Compression of what ranks with different parts of the model send to each other."""
+
+    tensor: TensorActivations | None = None
+    """Sums between tensor-parallel ranks; null leaves them to the engine."""
+    pipeline: PipelineActivations | None = None
+    """Messages between pipeline stages; null leaves them to the engine."""
+    experts: ExpertActivations | None = None
+    """Exchanges between ranks that share experts; null leaves them to the engine."""
+    sequence: SequenceActivations | None = None
+    """All-to-alls between sequence-parallel ranks; null leaves them to the engine."""
+
+
+class MemoryCheckpoints(Model):
+    """Checkpoints in the memory of each host (`/dev/shm`), which outlive the training processes.
+
+    The newest complete one is loaded instead of an older one in `directory`.
+    """
+
+    every: Annotated[int, Field(ge=1)] | Duration
+    """Interval between checkpoints in memory: a number of optimizer steps, or a time such as "30 s"."""
+    copies: Literal[0, 1] = 0
+    """Number of copies of each host's files in the memory of the next host. With 1, one host may be lost."""
+    max_rate: ByteRate | None = None
+    """Largest rate at which each rank sends its files to the next host; null has no limit."""
+
+
+class Checkpointing(Model):
+    """Checkpoints: `save_checkpoint` copies the state to memory, and another process writes it during training."""
+
+    asynchronous: bool = True
+    """Continue training while a checkpoint is written; false waits until it is complete."""
+    every: Annotated[int, Field(ge=1)] | Duration | None = None
+    """Interval between automatic checkpoints: a number of optimizer steps, or a time such as "10 min"; null saves only
+    when the program calls `save_checkpoint`."""
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    """Directory of automatic checkpoints, which all hosts must share."""
+    resume: bool | None = None
+    """Load the newest complete checkpoint of `directory` when the engine is created. null does so only if the
+    environment variable `DS_COMPRESS_RESUME` is 1, which `ds-compress run --restarts` sets when it restarts ranks."""
+    save_on_sigterm: bool | None = None
+    """On SIGTERM, finish the step, save a checkpoint in `directory`, and end all ranks. null does so only for ranks
+    that `ds-compress run --restarts` has started."""
+    keep: Annotated[int, Field(ge=1)] | None = None
+    """Number of automatic checkpoints to keep, the newest ones; null keeps all. Checkpoints that the program saves are
+    never removed."""
+    on_error: Literal["warn", "stop"] = "warn"
+    """Reaction if a checkpoint cannot be written, for example on a full disk: `warn`, or `stop` with an error on all
+    ranks."""
+    timeout: Duration = "10 min"
+    """Time that the first rank waits for the files of all other ranks before a checkpoint counts as failed."""
+    max_rate: ByteRate | None = None
+    """Largest rate at which each rank writes DeepSpeed's files in the background; null has no limit."""
+    memory: MemoryCheckpoints | None = None
+    """More frequent checkpoints in the memory of the hosts, in addition to `directory`; null saves none."""
+
+
+class Rollout(Model):
+    """Weights for rollout workers, which generate with the newest policy: exact changes, published after each step."""
+
+    directory: Annotated[str, Field(min_length=1)]
+    """Directory of the published versions, which all ranks and all rollout workers share, or the address of a server of
+    such a store: "tcp://host:port"."""
+    method: Literal["exact", "blockwise"] = "exact"
+    """`exact`: receivers hold the weights bit for bit. `blockwise`: changes are rounded to `bits` per value if that is
+    shorter, and what was lost is sent with the next version."""
+    bits: Literal[8, 4] | None = None
+    """Bits per value of the method `blockwise`; null for 8."""
+    every: int = Field(default=1, ge=1)
+    """Optimizer steps per version."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Data type of the published weights, to which those of training are cast."""
+    full_every: int = Field(default=100, ge=1)
+    """Number of versions per full copy. Receivers that start, or have missed much, begin with a full copy."""
+    keep_full: int = Field(default=2, ge=1)
+    """Number of full copies to keep. Everything before the oldest of them is deleted."""
+    max_lag: int = Field(default=8, ge=0)
+    """Number of versions by which rollouts may be behind, on average, before the doctor reports them. The program tells
+    it how many they are (`engine.rollout.report_lag`)."""
+    asynchronous: bool = True
+    """Encode and write a version in a thread during the next step, so that training only waits for a copy of the
+    weights; false waits until the version is complete."""
+
+    @property
+    def lossy_bits(self) -> Literal[8, 4] | None:
+        """Return the bits per value of lossy changes; None for exact ones."""
+        return None if self.method == "exact" else self.bits or 8
+
 
 SECTION = "deepspeed_compress"
 
@@ -40,54 +182,6 @@ class Parallelism(Model):
     crosses between them. null shards over all ranks."""
     activation_checkpointing: bool = False
     """Let `build_parallel` recompute the activations of decoder layers in the backward pass instead of storing them."""
-
-
-Patch = Annotated[dict[str, Any], Field(examples=[{"bits": 8}])]
-"""Keys that temporarily replace those of `gradients` or `weights`. If `method` differs, the other keys of the new
-method start at their defaults."""
-
-
-class Ramp(Model):
-    """Gradual transition from uncompressed to the chosen settings, after the warm-up."""
-
-    steps: int = Field(ge=1)
-    """Length of the ramp in optimizer steps."""
-    shape: Literal["linear", "exponential", "cosine"] = "exponential"
-    """Curve by which the density falls from `start` to `gradients.density`, in 16 steps: by equal amounts (`linear`),
-    by equal factors (`exponential`), or slowly at both ends (`cosine`)."""
-    start: Density = 0.25
-    """Density at the start of the ramp."""
-    stages: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
-    """For methods without a density: objects with the keys of `gradients` to change, each in force for an equal part of
-    the steps; null ramps the density."""
-
-
-class Phase(Model):
-    """Part of training with its own settings."""
-
-    until: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of `total_steps` at which the phase ends. The last phase ends at 1.0 by default, and three phases
-    without this key end at 0.2, 0.8 and 1.0."""
-    gradients: Patch = Field(default={})
-    """Keys of `gradients` to change in this phase; `{}` changes none, and `{"method": "none"}` sends uncompressed."""
-    weights: Patch = Field(default={})
-    """Keys of `weights` to change in this phase, with ZeRO 1 and 2; `{}` changes none."""
-
-
-class Schedule(Model):
-    """Changes of the settings during training.
-
-    Steps are DeepSpeed's `global_steps`, so a resumed run continues them.
-    """
-
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps at the start in which gradients and weights are sent uncompressed. Skipped steps count."""
-    ramp: Ramp | None = None
-    """Gradual start of compression after the warm-up; null starts with the chosen settings at once."""
-    phases: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
-    """Different settings for successive parts of training, in their order; `[]` has none."""
-    total_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of the whole training, which `phases` need; null uses `scheduler.params.total_num_steps`."""
 
 
 class Rollback(Model):

@@ -64,9 +64,11 @@ TENSOR = NativeKey("tensor", "tensor_parallel", "autotp_size", 1)
 NATIVE_KEYS = (STAGE, TENSOR)
 
 
-def value_at(ds_config: Mapping[str, Any], path: Path) -> Any:
-    """Return the value at `path`; None if there is none."""
-    found: Any = ds_config
-    for key in path:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+def value_at(value: Any, path: Path) -> Any:
+    """Return what `value`, a configuration or a part of one, holds at `path`; None if there is nothing."""
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(part)
+        else:
+            value = value[part] if isinstance(value, list | tuple) and isinstance(part, int) else None
+    return value

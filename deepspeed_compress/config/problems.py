@@ -1,12 +1,60 @@
-"""Diagnostics of the section, and the error that lists them all."""
+"""What a check of settings reads, and the diagnostics that it yields. `checks` has the table of all checks."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
-from deepspeed_compress.config.models import SECTION, CompressConfig
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, encodable, write
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.native import STAGE, TENSOR, value_at
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, encodable, pointer, write
 from deepspeed_compress.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Section, with the file around it and the number of ranks, as far as they are known."""
+
+    section: CompressConfig
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    """Number of all ranks of the job."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return self.section.parallelism or Parallelism()
+
+    @property
+    def stage(self) -> int:
+        """Return the ZeRO stage in force."""
+        return STAGE.effective(self.ds_config, self.parallelism)
+
+    @property
+    def stage_place(self) -> str:
+        """Return the pointer of the key that sets the ZeRO stage."""
+        return pointer(STAGE.place(self.parallelism))
+
+    @property
+    def tensor(self) -> int:
+        """Return the number of ranks in force that share each layer."""
+        return TENSOR.effective(self.ds_config, self.parallelism)
+
+    @property
+    def compresses(self) -> bool:
+        """Return True if gradients or weights are compressed."""
+        return not self.section.gradients.method == self.section.weights.method == "none"
+
+    @property
+    def divides_job(self) -> bool:
+        """Return True if one job is divided into islands."""
+        return self.section.islands is not None and self.section.islands.elastic is None
+
+    def native(self, *path: str) -> Any:
+        """Return the value of a key of DeepSpeed; None if there is none."""
+        return value_at(self.ds_config, path)
+
+
+Check = Callable[[Configuration], Iterator[Diagnostic]]
 
 
 def show(value: object) -> str:

@@ -1,13 +1,18 @@
-"""Checks that a schedule can be followed: its patches, its ramp, and the ends of its phases."""
+"""Changes during training: the settings of a warm-up, a ramp, and phases, and the patches that carry them out.
+
+A patch has keys that temporarily replace those of `gradients` or `weights`, merged into the others.
+"""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args
 
-from deepspeed_compress.config.models import CompressConfig, Schedule
-from deepspeed_compress.config.patches import patch_places, patched, weight_places
-from deepspeed_compress.config.problems import listed, problem, show
-from deepspeed_compress.config.sparse_methods import SparseConfig
-from deepspeed_compress.diagnostics import Diagnostic, Path
+from pydantic import Field, TypeAdapter
+
+from deepspeed_compress.config.methods import Model, ValuesConfig
+from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
+from deepspeed_compress.config.sparse_methods import Density, SparseConfig
 
 OWN_MOMENTUM = frozenset({"dgc", "demo"})
 """Methods that give gradients a momentum before they are sent."""
@@ -16,7 +21,54 @@ THIRDS = (0.2, 0.8, 1.0)
 FIXED = ("error_feedback", "hierarchy", "memory")
 """Keys of gradients that are fixed for a whole run."""
 FIXED_OF_WEIGHTS = frozenset({"min_numel", "overlap", "frozen"})
-"""Keys of weights that are fixed for a whole run."""
+"""Keys of weights that are fixed for a whole run, so that they are kept when the method changes."""
+
+Patch = Annotated[dict[str, Any], Field(examples=[{"bits": 8}])]
+"""Keys that temporarily replace those of `gradients` or `weights`. If `method` differs, the other keys of the new
+method start at their defaults."""
+
+
+class Ramp(Model):
+    """Gradual transition from uncompressed to the chosen settings, after the warm-up."""
+
+    steps: int = Field(ge=1)
+    """Length of the ramp in optimizer steps."""
+    shape: Literal["linear", "exponential", "cosine"] = "exponential"
+    """Curve by which the density falls from `start` to `gradients.density`, in 16 steps: by equal amounts (`linear`),
+    by equal factors (`exponential`), or slowly at both ends (`cosine`)."""
+    start: Density = 0.25
+    """Density at the start of the ramp."""
+    stages: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
+    """For methods without a density: objects with the keys of `gradients` to change, each in force for an equal part of
+    the steps; null ramps the density."""
+
+
+class Phase(Model):
+    """Part of training with its own settings."""
+
+    until: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of `total_steps` at which the phase ends. The last phase ends at 1.0 by default, and three phases
+    without this key end at 0.2, 0.8 and 1.0."""
+    gradients: Patch = Field(default={})
+    """Keys of `gradients` to change in this phase; `{}` changes none, and `{"method": "none"}` sends uncompressed."""
+    weights: Patch = Field(default={})
+    """Keys of `weights` to change in this phase, with ZeRO 1 and 2; `{}` changes none."""
+
+
+class Schedule(Model):
+    """Changes of the settings during training.
+
+    Steps are DeepSpeed's `global_steps`, so a resumed run continues them.
+    """
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps at the start in which gradients and weights are sent uncompressed. Skipped steps count."""
+    ramp: Ramp | None = None
+    """Gradual start of compression after the warm-up; null starts with the chosen settings at once."""
+    phases: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
+    """Different settings for successive parts of training, in their order; `[]` has none."""
+    total_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of the whole training, which `phases` need; null uses `scheduler.params.total_num_steps`."""
 
 
 def phase_ends(schedule: Schedule) -> tuple[float | None, ...]:
@@ -41,92 +93,108 @@ def _scheduler_params(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return params if isinstance(params, Mapping) else {}
 
 
-def find_schedule_problems(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Yield problems of the schedule of `section`."""
-    yield from _ramp_problems(section)
-    yield from _phase_order(section)
-    yield from _weight_patches(section)
+_FIELDS: Mapping[str, frozenset[str]] = {
+    method: frozenset(model.model_fields)
+    for model in get_args(get_args(GradientsConfig)[0])
+    for method in get_args(model.model_fields["method"].annotation)
+}
+"""Keys of every method."""
+_SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
+"""Keys that are kept when the method changes, if the new method has them."""
+_SHOWN = ("bits", "levels", "density", "rank")
+_IMPLIED: Mapping[str, Mapping[str, int]] = {"sign": {"levels": 2}}
+"""Values that the name of a method already implies."""
+
+
+def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsConfig:
+    """Return `gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
+    return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
+
+
+def patched_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> WeightsConfig:
+    """Return `weights` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
+    return weights_of(_merged_weights(weights, patch))
+
+
+def written(settings: GradientsConfig | Override | WeightsConfig) -> dict[str, Any]:
+    """Return settings of gradients, of an override, or of weights as a section would contain them."""
+    return {"method": settings.method, **settings.model_dump(mode="json", exclude_unset=True)}
+
+
+def settings_of(text: Mapping[str, Any]) -> GradientsConfig:
+    """Return the settings of gradients from the result of `written`. Raises pydantic's ValidationError."""
+    return _adapter().validate_python(text)
+
+
+def weights_of(text: Mapping[str, Any]) -> WeightsConfig:
+    """Return the settings of weights from the result of `written`. Raises pydantic's ValidationError."""
+    return _weights_adapter().validate_python(text)
+
+
+@cache
+def _weights_adapter() -> TypeAdapter[WeightsConfig]:
+    return TypeAdapter(WeightsConfig)
+
+
+@cache
+def _adapter() -> TypeAdapter[GradientsConfig]:
+    """Return the adapter of gradient settings. It is built on first use, because the linter starts without it."""
+    return TypeAdapter(GradientsConfig)
+
+
+def merged(gradients: GradientsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `gradients` with `patch` as they would be written, not validated."""
+    kept = written(gradients)
+    method = patch.get("method", gradients.method)
+    if method != gradients.method:
+        known = _FIELDS.get(method, _SHARED) if isinstance(method, str) else _SHARED
+        kept = {key: value for key, value in kept.items() if key in _SHARED & known}
+    return {**kept, **patch}
+
+
+def _merged_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
+    kept, method = written(weights), patch.get("method", weights.method)
+    if method != weights.method:
+        # Uncompressed weights have none of these keys.
+        shared = FIXED_OF_WEIGHTS if method != "none" else frozenset()
+        kept = {key: value for key, value in kept.items() if key in shared}
+    return {**kept, **patch}
+
+
+def merged_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], str, dict[str, Any]]]:
+    """Yield every patch in `section`: its place, the key that it patches, and the merged settings, not validated."""
     for path, patch in patch_places(section):
-        yield from _fixed_keys(section, path, patch)
-        if section.gradients.method == "none" != patch.get("method", "none"):
-            what = (
-                f'{show(patch)} cannot start compression, because gradients.method "none" leaves reduction to DeepSpeed'
-            )
-            instead = 'the method in gradients, and {"method": "none"} in phases or stages without compression'
-            yield problem(path, f"{what} (allowed: a method in gradients)", instead)
+        yield path, "gradients", merged(section.gradients, patch)
+    for path, patch in weight_places(section) if isinstance(section.weights, CompressedWeights) else ():
+        yield path, "weights", _merged_weights(section.weights, patch)
 
 
-def find_unknown_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Check that the length of training is known if there are phases, which are fractions of it.
-
-    "auto" is accepted, because it is filled in before training.
-    """
-    auto = "auto" in _scheduler_params(ds_config).values()
-    if section.schedule.phases and total_steps(ds_config, section.schedule) is None and not auto:
-        what = (
-            "null is not enough for phases if /scheduler/params/total_num_steps is missing, because they end at "
-            "fractions of it"
-        )
-        yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')
+def weight_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
+    """Yield every non-empty patch of weights in `section`, with its place."""
+    for index, phase in enumerate(section.schedule.phases):
+        if phase.weights:
+            yield ("schedule", "phases", index, "weights"), phase.weights
+    for index, patch in enumerate((section.adaptive.weights or ()) if section.adaptive else ()):
+        if patch:
+            yield ("adaptive", "weights", index), patch
 
 
-def _ramp_problems(section: CompressConfig) -> Iterator[Diagnostic]:
-    ramp, gradients = section.schedule.ramp, section.gradients
-    if ramp is None or ramp.stages is not None:
-        return
-    if not isinstance(gradients, SparseConfig):
-        what = f'method "{gradients.method}" has no density to ramp (allowed: "stages", or a sparse method)'
-        yield problem(("schedule", "ramp"), what, '"stages": [{"bits": 8}], for instance')
-    elif ramp.start <= gradients.density:
-        what = f"{ramp.start} is not above gradients.density {gradients.density} (allowed: above it, up to 1)"
-        yield problem(("schedule", "ramp", "start"), what, '0.25, or no "ramp"')
+def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
+    """Yield every patch of gradients in `section`, with its place."""
+    schedule = section.schedule
+    for index, stage in enumerate((schedule.ramp.stages or ()) if schedule.ramp else ()):
+        yield ("schedule", "ramp", "stages", index), stage
+    for index, phase in enumerate(schedule.phases):
+        yield ("schedule", "phases", index, "gradients"), phase.gradients
+    for index, candidate in enumerate((section.adaptive.candidates or ()) if section.adaptive else ()):
+        yield ("adaptive", "candidates", index), candidate
 
 
-def _weight_patches(section: CompressConfig) -> Iterator[Diagnostic]:
-    phases = any(phase.weights for phase in section.schedule.phases)
-    if phases and section.weights.method == "none":
-        what = 'cannot change weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
-        instead = 'the method in weights, and {"method": "none"} in phases without compression'
-        yield problem(("schedule", "phases"), what, instead)
-    for path, patch in weight_places(section):
-        for key in sorted(FIXED_OF_WEIGHTS & patch.keys()):
-            what = (
-                "cannot change during a run, because messages and hooks are set up once (allowed: the key in weights)"
-            )
-            yield problem((*path, key), what, f"{key} in weights")
-
-
-def _phase_order(section: CompressConfig) -> Iterator[Diagnostic]:
-    ends, before = phase_ends(section.schedule), 0.0
-    for index, end in enumerate(ends):
-        at = ("schedule", "phases", index, "until")
-        if end is None:
-            yield problem(at, "the key is missing (allowed: a fraction of training, up to 1)", '"until": 0.5')
-        elif end <= before:
-            what = f"{end} is not after the end of the previous phase, {before} (allowed: increasing fractions)"
-            yield problem(at, what, "the phases in the order of their ends")
-        before = end or before
-    if ends and ends[-1] is not None and ends[-1] < 1:
-        what = f"{ends[-1]} leaves the rest of training without a phase (allowed: 1.0 for the last)"
-        yield problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
-
-
-def _fixed_keys(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
-    for key in FIXED:
-        if key in patch:
-            what = (
-                f"{show(patch[key])} cannot change during a run, because residuals and process groups are created once"
-            )
-            yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "the key in gradients")
-    method = patched(section.gradients, {k: v for k, v in patch.items() if k not in FIXED}).method
-    # For candidates of `adaptive` this is reported with all other reasons.
-    if (
-        path[0] == "schedule"
-        and "none" != method != section.gradients.method
-        and {method, section.gradients.method} & OWN_MOMENTUM
-    ):
-        what = (
-            f'"{method}" cannot follow "{section.gradients.method}": {listed(sorted(OWN_MOMENTUM))} keep a momentum '
-            'in place of a residual (allowed: the same method, or "none")'
-        )
-        yield problem((*path, "method"), what, f'"{section.gradients.method}"')
+def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:
+    """Return a method and its most important keys: "topk density=0.01 values=blockwise bits=4"."""
+    known = settings.model_dump(include=set(_SHOWN))
+    implied = _IMPLIED.get(settings.method, {})
+    parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known and known[key] != implied.get(key)]
+    if isinstance(settings, SparseConfig) and settings.values is not None:
+        parts.append(f"values={brief(settings.values)}")
+    return " ".join([settings.method, *parts])

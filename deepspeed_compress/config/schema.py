@@ -13,6 +13,7 @@ from pydantic_core.core_schema import ModelSchema
 
 from deepspeed_compress.config.methods import DEFAULT_METHOD, Model
 from deepspeed_compress.config.models import CompressConfig
+from deepspeed_compress.config.native import value_at
 from deepspeed_compress.config.problems import listed, show
 from deepspeed_compress.diagnostics import Path
 
@@ -76,7 +77,7 @@ class SchemaView:
         node, value = self._resolve(self._schema), self._section
         for part in path:
             node = self._child(node, part, value)
-            value = _inside(value, part)
+            value = value_at(value, (part,))
         return node
 
     def keys(self, path: Path) -> list[str]:
@@ -164,20 +165,6 @@ def _with_indices(place: Path, wanted: Path) -> Path:
         inside = wanted[: len(path)] == path and len(path) < len(wanted)
         path = (*path, part if part != -1 else wanted[len(path)] if inside else 0)
     return path
-
-
-def value_at(value: object, path: Path) -> object:
-    """Return the value at `path` inside `value`; None if there is none."""
-    for part in path:
-        value = _inside(value, part)
-    return value
-
-
-def _inside(value: object, part: str | int) -> object:
-    """Return what `value`, a part of the section, holds under a key or an index; None if nothing."""
-    if isinstance(value, dict):
-        return value.get(part)
-    return value[part] if isinstance(value, list | tuple) and isinstance(part, int) else None
 
 
 def choices(node: Node) -> list[Any]:

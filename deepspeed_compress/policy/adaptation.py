@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, settings_of, written
-from deepspeed_compress.config.patches import weights_of
+from deepspeed_compress.config.schedules import weights_of
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, patched
-from deepspeed_compress.config.models import Phase, Ramp
-from deepspeed_compress.config.patches import patched_weights
-from deepspeed_compress.config.schedules import phase_ends
+from deepspeed_compress.config.schedules import Phase, Ramp, patched_weights, phase_ends
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.policy.decider import Decider, StepPlan
 

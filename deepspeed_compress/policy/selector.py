@@ -20,7 +20,7 @@ from deepspeed_compress.config import (
     WeightsConfig,
 )
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
-from deepspeed_compress.config.patches import patched, written
+from deepspeed_compress.config.schedules import patched, written
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.penalty import penalty, weights_penalty
 

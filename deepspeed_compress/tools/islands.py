@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from deepspeed_compress.config.addresses import check_address
+from deepspeed_compress.config.islands import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator import client
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server

@@ -9,8 +9,7 @@ from typing import Any
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, parse_section, read_ds_config
 from deepspeed_compress.config.methods import MethodConfig
-from deepspeed_compress.config.patches import brief
-from deepspeed_compress.config.schedules import total_steps
+from deepspeed_compress.config.schedules import brief, total_steps
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
 from deepspeed_compress.tools.plots import check_plotting, new_figure, save_figure, style_axes

@@ -2,8 +2,8 @@
 
 import pytest
 
-from deepspeed_compress.config.addresses import check_address
 from deepspeed_compress.config.durations import bit_rate, byte_rate, seconds
+from deepspeed_compress.config.islands import check_address
 from deepspeed_compress.config.section import parse_section
 from deepspeed_compress.errors import ConfigError
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import SECTION, expand, parse_section
-from deepspeed_compress.config.contradictions import find_mismatches
+from deepspeed_compress.config.checks import find
+from deepspeed_compress.config.problems import Configuration
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 
@@ -254,11 +255,11 @@ def test_supported_settings_pass(section: dict[str, Any], native: dict[str, Any]
 
 def test_a_guard_needs_norms() -> None:
     native = zero(stage=1, compute_grad_norm=False)
-    [problem] = find_mismatches(native, parse_section({SECTION: {"guard": {}}}))
+    [problem] = list(find("file", Configuration(parse_section({SECTION: {"guard": {}}}), native)))
     assert problem.pointer == f"/{SECTION}/guard"
     assert "/zero_optimization/compute_grad_norm: false" in problem.message
-    assert find_mismatches(native, parse_section({SECTION: {}})) == []
-    assert find_mismatches(zero(stage=1), parse_section({SECTION: {"guard": {}}})) == []
+    assert list(find("file", Configuration(parse_section({SECTION: {}}), native))) == []
+    assert list(find("file", Configuration(parse_section({SECTION: {"guard": {}}}), zero(stage=1)))) == []
 
 
 JOB_ISLANDS = {"size": 2}
@@ -418,7 +419,7 @@ def test_activations_that_may_have_an_effect(section: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_only_zero_3_sends_frozen_weights(stage: int) -> None:
     section = parse_section({SECTION: {"weights": {"bits": 8, "frozen": True}}})
-    [problem] = find_mismatches(zero(stage=stage), section)
+    [problem] = list(find("file", Configuration(section, zero(stage=stage))))
     assert problem.pointer == f"/{SECTION}/weights/frozen"
     assert f"true has no effect with /zero_optimization/stage: {stage}" in problem.message
-    assert find_mismatches(zero(stage=3), section) == []
+    assert list(find("file", Configuration(section, zero(stage=3)))) == []

@@ -41,21 +41,7 @@ def test_a_guess_has_a_remedy(section: Any, place: str, remedy: str) -> None:
     assert problems(section) == {place: remedy}
 
 
-def test_a_wrong_method_hides_no_other_problems() -> None:
-    """Also if it resembles none."""
-    for method in ("int4", "blockwis", "magic", 4):
-        found = problems({"gradients": {"method": method, "bogus": 1, "chunk_bytes": -1, "min_numel": 10}})
-        assert found.keys() == {"/gradients/method", "/gradients/bogus", "/gradients/chunk_bytes"}
-
-
-def test_keys_of_some_method_are_no_problem_next_to_an_unknown_one() -> None:
-    assert problems({"gradients": {"method": "magic", "density": 0.1}}).keys() == {"/gradients/method"}
-    assert problems({"gradients": {"method": "magic", "density": 7}}).keys() == {
-        "/gradients/method",
-        "/gradients/density",
-    }
-
-
-def test_two_wrong_methods_hide_no_other_problems() -> None:
-    section = {"gradients": {"method": "magic", "bogus": 1}, "weights": {"method": "int4", "x": 1}}
-    assert problems(section).keys() == {"/gradients/method", "/gradients/bogus", "/weights/method", "/weights/x"}
+def test_an_unknown_method_hides_only_what_is_next_to_it() -> None:
+    """The method decides which keys an object has."""
+    section = {"gradients": {"method": "magic", "bogus": 1}, "weights": {"bogus": 1}}
+    assert problems(section).keys() == {"/gradients/method", "/weights/bogus"}

@@ -4,7 +4,7 @@ import warnings
 import pytest
 
 from deepspeed_compress.config import SECTION, CompressConfig, parse_section
-from deepspeed_compress.config.notices import find_notices
+from deepspeed_compress.config.checks import find_notices
 from deepspeed_compress.errors import CompressWarning
 
 NARROW = {"parameters": "a", "method": "none"}

@@ -71,7 +71,7 @@ def _build_settings() -> None:
     """Build the pydantic models of settings, which are otherwise built on first use."""
     config = sys.modules["deepspeed_compress.config"]
     config.parse_section({config.SECTION: {}})
-    patches = sys.modules["deepspeed_compress.config.patches"]
+    patches = sys.modules["deepspeed_compress.config.schedules"]
     patches.settings_of({"method": "none"})
     patches.weights_of({"method": "none"})
     for model in _subclasses(sys.modules["pydantic"].BaseModel):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.config.rollout import Rollout
+from deepspeed_compress.config.models import Rollout
 from deepspeed_compress.errors import ConfigError, install_command
 from deepspeed_compress.monitor import VERSIONS, Journal
 from deepspeed_compress.monitor.versions import VersionStatistics

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from types import FrameType
 
-from deepspeed_compress.config.checkpointing import Checkpointing
+from deepspeed_compress.config.models import Checkpointing
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.launcher.heartbeat import AGENT
 

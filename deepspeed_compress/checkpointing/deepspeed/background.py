@@ -33,8 +33,8 @@ from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, Wr
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried
 from deepspeed_compress.compression import state
-from deepspeed_compress.config.checkpointing import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
+from deepspeed_compress.config.models import Checkpointing
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.patches import Patches
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, GradientsConfig, PowerSGDGradients, with_preset
 from deepspeed_compress.config.methods import BlockwiseConfig, LinearConfig, PercentileConfig
-from deepspeed_compress.config.patches import merged
 from deepspeed_compress.config.places import NoneGradients
-from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.config.schedules import OWN_MOMENTUM, merged
 from deepspeed_compress.config.sparse_methods import RandomKConfig, SparseConfig
 
 Patch = dict[str, Any]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, brief, parse_section, with_preset
-from deepspeed_compress.config.contradictions import find_unknown_momentum
-from deepspeed_compress.config.patches import merged
+from deepspeed_compress.config.gradient_problems import find_unknown_momentum
+from deepspeed_compress.config.schedules import merged
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning, ConfigError
 

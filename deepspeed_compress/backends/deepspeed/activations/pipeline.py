@@ -27,7 +27,7 @@ from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.config.activations import PipelineActivations
+from deepspeed_compress.config.models import PipelineActivations
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches, replaced
 

@@ -23,7 +23,7 @@ from deepspeed_compress.backends.deepspeed.activations.attached import forbid_co
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.config.activations import SequenceActivations
+from deepspeed_compress.config.models import SequenceActivations
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
 

@@ -17,16 +17,16 @@ from deepspeed_compress.tools.lint.values import show
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig
-    from deepspeed_compress.config.section import SectionProblems
+    from deepspeed_compress.config.checks import Kind
 
 
-def _problems(document: Document, context: Context) -> "SectionProblems | None":
-    """Return the problems that `config` finds, or None if there is no section."""
+def _problems(kind: "Kind", document: Document, context: Context) -> list[Diagnostic]:
+    """Return the problems of a kind that `config` finds; none if there is no section."""
     if OUR_SECTION not in document.data:
-        return None
-    from deepspeed_compress.config.section import sort_problems
+        return []
+    from deepspeed_compress.config.section import problems_by_kind
 
-    return sort_problems(document.data, context.world_size)
+    return problems_by_kind(document.data, context.world_size).get(kind, [])
 
 
 @rule("DSC900", "error")
@@ -41,8 +41,7 @@ def compress_invalid(document: Document, context: Context) -> Findings:
         "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
     Proof: raises ConfigError
     """
-    found = _problems(document, context)
-    for problem in () if found is None else found.own:
+    for problem in _problems("section", document, context):
         yield replace(problem, fix=_correction(document, problem))
 
 
@@ -67,8 +66,7 @@ def compress_parallelism(document: Document, context: Context) -> Findings:
         "deepspeed_compress": {"parallelism": {"zero_stage": 1}}}
     Proof: raises disagrees with
     """
-    found = _problems(document, context)
-    yield from () if found is None else found.parallelism
+    yield from _problems("parallelism", document, context)
 
 
 @rule("DSC902", "error")
@@ -84,8 +82,7 @@ def compress_against_file(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 1}, "deepspeed_compress": {"weights": {"method": "sign"}}}
     Proof: raises cannot be combined with
     """
-    found = _problems(document, context)
-    yield from () if found is None else found.file
+    yield from _problems("file", document, context)
 
 
 def parsed_section(document: Document) -> "CompressConfig | None":
@@ -116,7 +113,7 @@ def compress_no_effect(document: Document, context: Context) -> Findings:
     """
     parsed = parsed_section(document)
     if parsed is not None:
-        from deepspeed_compress.config.notices import find_notices
+        from deepspeed_compress.config.checks import find_notices
 
         yield from find_notices(parsed)
 
@@ -133,8 +130,8 @@ def compress_unsupported(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3}, "deepspeed_compress": {}}
     Proof: raises UnsupportedError
     """
-    found = _problems(document, context)
-    yield from () if found is None else (one for one in found.unsupported if one.place.path != _AUTOCAST)
+    found = _problems("unsupported", document, context)
+    yield from (problem for problem in found if problem.place.path != _AUTOCAST)
 
 
 @rule("DSC912", "error")
@@ -150,8 +147,8 @@ def compress_scaled_autocast(document: Document, context: Context) -> Findings:
     Context: {"world_size": 4, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: raises a loss scale of its own
     """
-    found = _problems(document, context)
-    yield from () if found is None else (one for one in found.unsupported if one.place.path == _AUTOCAST)
+    found = _problems("unsupported", document, context)
+    yield from (problem for problem in found if problem.place.path == _AUTOCAST)
 
 
 @rule("DSC913", "info")
