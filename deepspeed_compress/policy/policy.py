@@ -57,8 +57,8 @@ class Policy:
 
     def begin(self, step: int) -> StepPlan:
         """Return the plan of optimizer step `step` (0-based), which is about to begin."""
-        self._record_schedule(step)
         plan, last = self._chosen(step), self._plan
+        self._record_schedule(step, plan)
         if self.guard is not None:
             plan = self.guard.plan(step, plan)
         if step != self._step:
@@ -98,9 +98,9 @@ class Policy:
         self._plan = self._stand_in(settings_of(saved["settings"]))
         self._step, self._was_dense = saved["step"], saved["was_dense"]
 
-    def _record_schedule(self, step: int) -> None:
-        """Record the beginning of a part of the schedule; with `adaptive`, only measurements are recorded."""
-        before, after = (self._chosen(at) for at in (max(step - 1, 0), step))
+    def _record_schedule(self, step: int, after: StepPlan) -> None:
+        """Record that `step` begins a part of the schedule. With `adaptive`, only measurements are recorded."""
+        before = self._chosen(max(step - 1, 0))
         if self.guard is not None:
             before, after = self.guard.pinned(before), self.guard.pinned(after)
         if self.adaptation is None and (before.settings, before.weights) != (after.settings, after.weights):
