@@ -116,10 +116,9 @@ TABLE = {
     "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
-    "backends.deepspeed.attachment": allow("backends.deepspeed collectives config errors policy session", "torch"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
-        "deepspeed",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy session",
+        "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from deepspeed_compress.backends.groups import find_place_in, make_groups
+from deepspeed_compress.backends.groups import make_groups
 from deepspeed_compress.backends.limits import check_alike, check_torch
 from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
 from deepspeed_compress.collectives.parameters import Parameters
@@ -25,7 +25,7 @@ from deepspeed_compress.config.names import user_name
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import write_configuration
-from deepspeed_compress.session.parts import Attachment, Parts, make_parts
+from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import Sizes
 from deepspeed_compress.session.session import Session
@@ -33,25 +33,6 @@ from deepspeed_compress.session.state_files import NOT_SAVED, Place, load_state_
 
 Config = str | Path | dict[str, Any]
 """Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """The gradients that one session compresses.
-
-    Attributes:
-        group: ranks that reduce the gradients.
-        parameters: their parameters.
-        device: device of the gradients.
-        position: position of this rank among those whose states are saved together.
-        make_groups: creates the groups for messages. Engines that partition the ranks replace it.
-    """
-
-    group: ProcessGroup
-    parameters: Parameters
-    device: torch.device
-    position: Position
-    make_groups: Callable[[ProcessGroup, CompressConfig], Groups] = make_groups
 
 
 @dataclass(frozen=True)
@@ -64,9 +45,6 @@ class Target:
     @property
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
-
-    def exchanged(self, config: CompressConfig) -> Exchanged:
-        return Exchanged(self.group, self.described(), self.device, find_place_in(self.group, config))
 
     def described(self) -> Parameters:
         """Return the description of the parameters for reducers.
@@ -136,59 +114,61 @@ def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:
     return section, document
 
 
-def attach_session(
-    exchanged: Exchanged,
-    optimizer: Optimizer,
-    scaler: Scaler | None,
-    section: CompressConfig,
+def describe(
+    config: CompressConfig,
     document: Mapping[str, Any],
-) -> Attached:
-    """Create the session of `exchanged` and follow the steps of `optimizer`, some of which `scaler` may skip.
+    group: ProcessGroup,
+    parameters: Parameters,
+    device: torch.device,
+    make_groups: Callable[[ProcessGroup, CompressConfig], Groups] = make_groups,
+    writes: bool | None = None,
+) -> EngineDescription:
+    """Return the description of an engine whose gradients the ranks of `group` reduce.
 
-    All ranks of the group must call this.
+    Args:
+        config: the section.
+        document: the whole configuration.
+        group: the ranks.
+        parameters: the parameters.
+        device: device of the gradients.
+        make_groups: creates the groups for messages. Engines that partition the ranks replace it.
+        writes: True if this rank reports; None for the first rank of `group`.
     """
-    group = exchanged.group
-    session = Session(make_session_parts(exchanged, section, document, Patches(), writes=group.rank() == 0))
+    reports = group.rank() == 0 if writes is None else writes
+
+    def groups() -> Groups:
+        made = make_groups(group, config)
+        dist.barrier(group)
+        return made
+
+    def byte_report(sizes: Sizes) -> tuple[int, Sizes] | None:
+        # All ranks send alike, so only the first one reports.
+        return (0, sizes) if reports else None
+
+    return EngineDescription(config, document, parameters, device, byte_report, reports, groups, group=group)
+
+
+def make_session(engine: EngineDescription, patches: Patches) -> Session:
+    """Return the session of an engine that `describe` described. All ranks of its group must call this."""
+    assert engine.group is not None, "without DeepSpeed, a group of ranks trains one model"
+    check_torch(torch.__version__)
+    check_world(engine.config, engine.group.size())
+    check_alike(engine.config, engine.document, engine.group)
+    session = Session(engine, patches)
+    if engine.writes:
+        write_configuration(session.journal, engine.document)
+    return session
+
+
+def attach_session(
+    engine: EngineDescription, position: Position, optimizer: Optimizer, scaler: Scaler | None
+) -> Attached:
+    """Create the session of an engine, and follow the steps of `optimizer`, some of which `scaler` may skip.
+
+    All ranks of the group must call this. `position` is that of this rank among those whose states are saved together.
+    """
+    session = make_session(engine, Patches())
     with session.patches.undone_on_failure():
         steps = Steps(session, optimizer, scaler)
         steps.begin(0)
-    return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))
-
-
-def make_session_parts(
-    exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], patches: Patches, writes: bool
-) -> Parts:
-    """Return the parts of a session. All ranks of the group of `exchanged` must call this.
-
-    `patches` are the session's. `writes` is True if this rank reports.
-    """
-    check_torch(torch.__version__)
-    check_world(section, exchanged.group.size())
-    check_alike(section, document, exchanged.group)
-    attachment = Attachment(
-        section,
-        document,
-        exchanged.parameters,
-        exchanged.device,
-        partial(_first_alone, writes),
-        writes,
-        partial(_made_groups, exchanged, section),
-        # Any step may be skipped, by a scaler or by the program.
-        transactional=True,
-        group=exchanged.group,
-    )
-    parts = make_parts(attachment, patches)
-    if writes:
-        write_configuration(parts.records.journal, document)
-    return parts
-
-
-def _made_groups(exchanged: Exchanged, section: CompressConfig) -> Groups:
-    groups = exchanged.make_groups(exchanged.group, section)
-    dist.barrier(exchanged.group)
-    return groups
-
-
-def _first_alone(first: bool, sizes: Sizes) -> tuple[int, Sizes] | None:
-    """Return what this rank sends if it is the first one. All ranks send alike, so only the first one reports."""
-    return (0, sizes) if first else None
+    return Attached(session, steps, Place(dist.get_rank(engine.group), position, engine.device, engine.group))

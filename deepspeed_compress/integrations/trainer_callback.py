@@ -26,7 +26,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
 from deepspeed_compress.monitor import KINDS, StepStatistics
-from deepspeed_compress.session.protocols import BackgroundCheckpoints
+from deepspeed_compress.session.engine import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
 

@@ -1,4 +1,4 @@
-"""Reductions of gradient buckets in the running step."""
+"""Settings in force in the running optimizer step, and the reductions of its gradient buckets."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,15 +8,59 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.grouped import GroupedReducers, GroupedReductions
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
-from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer
+from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer, Run
 from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.config import CompressedGradients
+from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
+from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.observer import PolicyInputs
-from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.policy import Policy, StepPlan
+from deepspeed_compress.session.probing import Prober
+from deepspeed_compress.session.residual_state import ResidualState
+
+
+class StepSettings:
+    """Settings in force. They change only in `begin`.
+
+    Args:
+        config: the section.
+        policy: decides at the beginning of every step.
+        reductions: the reducers for each choice of gradient settings; None for method "none", which leaves reduction to
+            the engine.
+    """
+
+    def __init__(self, config: CompressConfig, policy: Policy, reductions: GroupedReductions | None) -> None:
+        self.plan = StepPlan(config.gradients, config.weights)
+        """Plan of the running step."""
+        self._config, self._policy, self._reductions = config, policy, reductions
+        self._reducers: GroupedReducers | None = None
+
+    @property
+    def reducers(self) -> GroupedReducers:
+        """Return the reducers of the running step."""
+        assert self._reducers is not None, 'method "none" leaves reduction to the engine, and others begin with a step'
+        return self._reducers
+
+    @property
+    def weights(self) -> WeightsConfig | None:
+        """Return the weight settings of the running step; None if the engine itself gathers weights.
+
+        `NoCompression` if nothing is compressed.
+        """
+        if self.plan.alone:
+            return None
+        return NoCompression() if self.plan.dense else self.plan.weights
+
+    def begin(self, step: int) -> None:
+        """Put the settings of optimizer step `step` (0-based) in force."""
+        self.plan = plan = self._policy.begin(step)
+        settings = self._config.gradients if plan.dense else plan.settings
+        if self._reductions is not None:
+            assert isinstance(settings, CompressedGradients)
+            self._reducers = self._reductions.at(settings, step, plan.dense, plan.flush)
 
 
 class GradientReductions:
@@ -25,20 +69,27 @@ class GradientReductions:
     Seams call `reduce` or `start` for every bucket. All ranks call the same methods in the same order.
 
     Args:
-        parts: the parts of the session.
-        inputs: figures of all ranks for the policy; None if the policy observes nothing.
+        config: the section.
+        settings: the settings in force.
+        reductions: the reducers for each choice of gradient settings; None for method "none".
+        residuals: residuals and momenta.
+        run: clock, meter, seed and pace.
+        prober: measurements of candidates; None if the policy does not adapt.
     """
 
-    def __init__(self, parts: Parts, inputs: PolicyInputs | None) -> None:
+    def __init__(
+        self,
+        config: CompressConfig,
+        settings: StepSettings,
+        reductions: GroupedReductions | None,
+        residuals: ResidualState,
+        run: Run,
+        prober: Prober | None,
+    ) -> None:
         self.scale: float | None = None
         """Scale of the sums that all ranks receive, from the latest reduction."""
-        self._config = parts.config
-        self._settings = parts.settings
-        self._reductions = parts.reductions
-        self._residuals = parts.residuals
-        self._clock = parts.run.clock
-        self._meter = parts.run.meter
-        self._inputs = inputs
+        self._config, self._settings, self._reductions, self._residuals = config, settings, reductions, residuals
+        self._clock, self._meter, self._prober = run.clock, run.meter, prober
         self._discards: list[Callable[[], None]] = []
 
     @property
@@ -142,8 +193,8 @@ class GradientReductions:
 
     def _measure(self, reducer: Reducer, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`, and count the bytes that are sent uncompressed."""
-        if self._settings.plan.probe and self._inputs is not None and self._inputs.prober is not None:
-            self._inputs.prober.see(bucket, partition, reducer.group.rank(), everywhere)
+        if self._settings.plan.probe and self._prober is not None:
+            self._prober.see(bucket, partition, reducer.group.rank(), everywhere)
         if self._meter.timed:
             # Those of parameters that are excluded, small, or chosen by an override.
             transfers = reducer.transfers(partition, everywhere)

@@ -18,11 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_compress.session.probing import Prober
-
 T = TypeVar("T")
-LargestOfAll = Callable[[Sequence[float]], list[float]]
-"""Function that returns the largest of all ranks of each value, from this rank's values."""
 
 
 @dataclass(frozen=True)
@@ -159,21 +155,6 @@ def _wait(waits: list[Callable[[], object]]) -> None:
             wait()
 
 
-@dataclass(frozen=True)
-class PolicyInputs:
-    """Figures of all ranks that an observing policy needs.
-
-    Attributes:
-        losses: mean losses of all ranks.
-        largest: returns the largest of all ranks of each value, from this rank's values. Collective.
-        prober: measurements of candidates; None if the policy does not adapt.
-    """
-
-    losses: Losses
-    largest: LargestOfAll
-    prober: Prober | None = None
-
-
 def largest_of_all(values: Sequence[float], device: Any, group: ProcessGroup | None = None) -> list[float]:
     """Return the largest of all ranks of each of `values`, inf if one is NaN. Collective."""
     known = [float("inf") if math.isnan(value) else value for value in values]
@@ -188,7 +169,9 @@ def new_run(group: ProcessGroup | None = None) -> str:
 
 
 def of_first(value: T, group: ProcessGroup | None = None) -> T:
-    """Return the `value` of the first rank of `group`. Collective."""
+    """Return the `value` of the first rank of `group`, or of the job if None. Collective, unless there is no job."""
+    if not dist.is_initialized():
+        return value
     found = [value]
     dist.broadcast_object_list(found, group=group, group_src=0)
     return found[0]

@@ -123,7 +123,6 @@ class Prober:
         parameters: the model's parameters.
         device: device of the gradients.
         everyone: the group of ranks that decide alike; None for the whole job.
-        weights: traffic of the weights whose settings are chosen; None if there are none.
     """
 
     def __init__(
@@ -132,9 +131,7 @@ class Prober:
         parameters: Parameters,
         device: torch.device,
         everyone: ProcessGroup | None = None,
-        weights: WeightTraffic | None = None,
     ) -> None:
-        self.weights = weights or WeightTraffic()
         self._adaptive = adaptive
         self._parameters = parameters
         self._device = device
@@ -170,13 +167,14 @@ class Prober:
         self._samples = self._fresh()
         self._buckets = []
 
-    def measure(self, group: ProcessGroup, waited: float, step: float) -> Measurement:
+    def measure(self, group: ProcessGroup, waited: float, step: float, traffic: WeightTraffic) -> Measurement:
         """Measure the candidates on the samples of all ranks. Collective.
 
         Args:
             group: the ranks between which gradients are reduced.
             waited: seconds for which this rank waited for messages in the step.
             step: seconds that the step took.
+            traffic: traffic of the weights whose settings are chosen.
         """
         samples, buckets = self._samples, self._buckets
         self.forget()
@@ -196,7 +194,7 @@ class Prober:
             waited=sums[0] / world,
             step=sums[1] / world,
             waits=tuple(map(int, self._reduced([one.waits for one in tried], "MAX"))),
-            weights=self._measure_weights(_few(joined), world),
+            weights=self._measure_weights(_few(joined), world, traffic),
         )
 
     def _try(
@@ -260,25 +258,12 @@ class Prober:
             totals[self._group(name)] += amount
         return totals
 
-    def _measure_weights(self, sample: Tensor, world: int) -> WeightCosts:
+    def _measure_weights(self, sample: Tensor, world: int, traffic: WeightTraffic) -> WeightCosts:
         """Return the costs of all weight candidates. The time of a codec does not depend on the encoded values."""
-        tried = [self._try_weights(settings, sample) for settings in self._adaptive.weights]
+        tried = [_try_weights(settings, sample, traffic) for settings in self._adaptive.weights]
         sizes = self._reduced([size / world for size, _ in tried], "SUM")
         seconds = self._reduced([seconds for _, seconds in tried], "MAX")
-        return WeightCosts(tuple(sizes), tuple(seconds), self.weights.overlap)
-
-    def _try_weights(self, settings: WeightsConfig, sample: Tensor) -> tuple[float, float]:
-        """Return the bytes that this rank sends in a step, and the codec's seconds."""
-        traffic = self.weights
-        if not isinstance(settings, MethodConfig):
-            return float(traffic.itemsize * traffic.sent), 0.0
-        compressor = settings.compressor()
-        if not traffic.sent or not sample.numel():
-            return bytes_each(compressor) * traffic.sent, 0.0
-        seconds = (
-            encode_seconds(compressor, sample) * traffic.own + decode_seconds(compressor, sample) * traffic.decoded
-        )
-        return bytes_each(compressor) * traffic.sent, seconds
+        return WeightCosts(tuple(sizes), tuple(seconds), traffic.overlap)
 
     def _link(self, group: ProcessGroup) -> AlphaBeta:
         """Return latency and bandwidth as `_probe`, measured twice if the link seems faster than before.
@@ -403,3 +388,14 @@ def low_rank_seconds(x: Tensor, rank: int) -> float:
 
 def _matrix(gradients: Tensor, residuals: Tensor, side: int) -> Tensor:
     return (gradients + residuals).view(1, side, side)
+
+
+def _try_weights(settings: WeightsConfig, sample: Tensor, traffic: WeightTraffic) -> tuple[float, float]:
+    """Return the bytes that this rank sends in a step, and the codec's seconds."""
+    if not isinstance(settings, MethodConfig):
+        return float(traffic.itemsize * traffic.sent), 0.0
+    compressor = settings.compressor()
+    if not traffic.sent or not sample.numel():
+        return bytes_each(compressor) * traffic.sent, 0.0
+    encoding, decoding = encode_seconds(compressor, sample), decode_seconds(compressor, sample)
+    return bytes_each(compressor) * traffic.sent, encoding * traffic.own + decoding * traffic.decoded

@@ -4,7 +4,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +14,7 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import (
     KINDS,
     SAVED,
-    EventLog,
-    EventSink,
-    Journal,
     Meter,
-    StatisticsWriter,
     StepStatistics,
 )
 from deepspeed_compress.monitor.memory import peak_memory
@@ -148,30 +143,3 @@ def _total_ratio(sizes: Sizes) -> float | None:
 
 def _ratio(sizes: Sizes) -> float | None:
     return sizes["bytes_uncompressed"] / sizes["bytes_sent"] if sizes["bytes_sent"] else None
-
-
-@dataclass(frozen=True)
-class Records:
-    """Statistics of steps and decisions of a run, and where they are written."""
-
-    reporter: Reporter
-    journal: Journal
-    log: EventLog
-
-
-def make_records(
-    reporter: Reporter, journal: Journal, writes: bool, sink: EventSink | None = None, island: int | None = None
-) -> Records:
-    """Return the records of a rank.
-
-    Args:
-        reporter: its figures are written to `journal` and `sink`.
-        journal: the files of the run.
-        writes: True if this rank writes decisions to `journal`.
-        sink: another receiver of the figures.
-        island: number of this island, if there are several.
-    """
-    writer = StatisticsWriter(journal, sink)
-    if writer.active:
-        reporter.sinks.append(writer.write)
-    return Records(reporter, journal, EventLog(journal, writes, island))

@@ -1,37 +1,84 @@
 """Compression of one engine, from step to step: the settings in force, residuals, momenta, and decisions."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.collectives.grouped import GroupedReductions
+from deepspeed_compress.collectives.pace import make_pace
+from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
+from deepspeed_compress.collectives.reduction import ReductionContext
+from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.config import PowerSGDGradients, WeightsConfig
-from deepspeed_compress.monitor import Event, StepStatistics
-from deepspeed_compress.policy import StepPlan
-from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.gradients import GradientReductions
-from deepspeed_compress.session.observer import LargestOfAll, PolicyInputs, StepWatch
-from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges, StepFollower
-from deepspeed_compress.session.residual_state import FinishedStep
-from deepspeed_compress.session.step_end import StepEnd
+from deepspeed_compress.config import SECTION, PowerSGDGradients, WeightsConfig, total_steps
+from deepspeed_compress.errors import CompressWarning, SeamError
+from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, StepStatistics
+from deepspeed_compress.monitor.journal import utc_now
+from deepspeed_compress.policy import Observation, Policy, StepPlan
+from deepspeed_compress.session.engine import (
+    BackgroundCheckpoints,
+    EngineDescription,
+    IslandExchanges,
+    StepFollower,
+)
+from deepspeed_compress.session.gradients import GradientReductions, StepSettings
+from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run, of_first
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.probing import Prober, WeightTraffic
+from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.residual_state import FinishedStep, ResidualState
+
+
+class ExactWeights:
+    """Updater of an engine's weights: compressed ones lag behind the fp32 master weights by one compression error.
+
+    Bringing them up to date is a collective. It is done in calls that all ranks must make: `save_checkpoint` and
+    `load_checkpoint` (`checkpointing/deepspeed`), `save_16bit_model`, `models.save_pretrained`; under Trainer before
+    each of its checkpoints and when training ends (`integrations`). Reading a state dict must not wait for other ranks,
+    because rank 0 may do it alone.
+
+    Args:
+        steps_taken: returns the number of optimizer steps that the engine has taken.
+        update: copies the fp32 master weights into the weights of all ranks. Collective.
+        meter: counts what `update` sends.
+    """
+
+    def __init__(self, steps_taken: Callable[[], int], update: Callable[[], None], meter: Meter) -> None:
+        self._steps_taken = steps_taken
+        self._update = update
+        self._meter = meter
+        self._exact_at = steps_taken()
+
+    @property
+    def behind(self) -> bool:
+        """Return True if weights may lag behind the fp32 master weights; the same on all ranks."""
+        return self._steps_taken() != self._exact_at
+
+    def synchronise(self) -> None:
+        """Copy the fp32 master weights into the weights of all ranks if they may lag. All ranks must call it."""
+        if self.behind:
+            self.renew()
+
+    def renew(self) -> None:
+        """Do the same as `synchronise`, even if the weights seem exact, as after loading."""
+        with self._meter.counting_exact_weights():
+            self._update()
+        self._exact_at = self._steps_taken()
 
 
 class Session:
     """Compression of one engine, available as `engine.compression` for the life of the engine.
 
     Seams reduce every bucket with `gradients`, and call `finish` when an optimizer step is over. The settings in force
-    change only in `finish` and `begin`. All ranks call the same methods in the same order.
+    change only in `finish` and `begin`. All ranks call the same methods in the same order; making a session is
+    collective in the group of the description.
 
     Args:
-        parts: the parts that exist before the session.
-        inputs: figures of all ranks for the policy; None if the policy observes nothing.
-        exact: updater that makes compressed weights exact on every rank; None if weights never lag behind the fp32
-            master weights.
+        engine: description of the engine.
+        patches: the attributes that are replaced on the engine; undone by `detach`.
         saving: checkpoints that are written in the background; None if saving blocks training.
-        islands: exchanges with other islands; None if all ranks train as one.
-        largest: see `PolicyInputs`; needed if the policy compares step times.
-        watch: stopwatch of the steps, in the same case.
 
     Examples:
         In a training script:
@@ -42,48 +89,66 @@ class Session:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        inputs: PolicyInputs | None = None,
-        exact: ExactWeights | None = None,
-        saving: BackgroundCheckpoints | None = None,
-        islands: IslandExchanges | None = None,
-        largest: LargestOfAll | None = None,
-        watch: StepWatch | None = None,
+        self, engine: EngineDescription, patches: Patches, saving: BackgroundCheckpoints | None = None
     ) -> None:
-        self.config = parts.config
-        self.parameters = None if parts.reductions is None else parts.parameters
-        """The model's parameters as reducers know them; None if reduction is left to the engine."""
-        self.gradients = GradientReductions(parts, inputs)
-        """Reductions of gradient buckets."""
-        self.policy = parts.policy
-        self.meter = parts.run.meter
-        self.clock = parts.run.clock
-        self.pace = parts.run.pace
-        self.patches = parts.patches
-        self.journal = parts.records.journal
-        self.residuals = parts.residuals
+        config, group, device = engine.config, engine.group, engine.device
+        self.config, self.parameters, self.patches, self.saving = config, engine.parameters, patches, saving
+        self.clock, self.meter = StepClock(), engine.meter
+        pace = make_pace(config.communication, group)
+        self.run = Run(self.clock, self.meter, config.seed, pace, chunk_numel(device))
+        """Clock, meter, seed and pace, which all reducers share."""
+        self.journal = Journal(config.monitor.path, new_run(group), engine.step, of_first(utc_now(), group))
+        self._log = EventLog(self.journal, engine.writes, engine.island)
+        self._reporter = Reporter(config.monitor, self.meter, engine.byte_report, device, engine.others_listen, group)
+        writer = StatisticsWriter(self.journal, engine.sink)
+        if writer.active:
+            self.subscribe(writer.write)
+        total = total_steps(engine.document, config.schedule)
+        self.policy = Policy(config, total, self._log.record, engine.available)
+        self.reductions = _make_reductions(engine, self.run)
+        """Reducers for each choice of gradient settings; None for method "none", which leaves them to the engine."""
+        self._settings = StepSettings(config, self.policy, self.reductions)
+        stores = ResidualStores(False) if self.reductions is None else self.reductions.context.stores
+        self.residuals = ResidualState(stores, config)
         """Residuals and momenta."""
-        self.exact = exact
-        self.saving = saving
-        self.islands = islands
+        self._largest = partial(largest_of_all, device=device, group=engine.deciding)
+        self.losses = Losses(device, engine.deciding) if self.policy.observes else None
+        """Mean losses of all ranks; None if the policy does not observe them."""
+        self.watch = None if config.auto is None else StepWatch(device)
+        """Stopwatch of the steps; None if the policy does not compare them."""
+        self._prober = None
+        if self.policy.adaptation is not None:
+            self._prober = Prober(self.policy.adaptation.selector, self.parameters, device, engine.deciding)
+        self.gradients = GradientReductions(
+            config, self._settings, self.reductions, self.residuals, self.run, self._prober
+        )
+        """Reductions of gradient buckets."""
+        self.exact: ExactWeights | None = None
+        """Updater of compressed weights; None if weights never lag behind the fp32 master weights."""
+        self.islands: IslandExchanges | None = None
+        """Exchanges with other islands; None if all ranks train as one."""
         self.saved: list[Path] = []
         """Directories of the checkpoints that this run has saved, oldest first."""
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
-        self._settings = parts.settings
-        self._records = parts.records
-        self._inputs = inputs
+        self._weight_traffic = WeightTraffic()
         self._followers: list[StepFollower] = []
         self._exchange_ms = 0.0
         """Milliseconds that the running step, if it is measured, has waited for other islands."""
-        self.watch = watch
-        self._step_end = StepEnd(parts, inputs, largest, watch, self._followers)
+
+    def send_weights(self, exact: ExactWeights, traffic: WeightTraffic | None = None) -> None:
+        """Let `exact` bring weights up to date that are sent as differences from now on, in messages of `traffic`."""
+        self.exact = exact
+        self._weight_traffic = traffic or WeightTraffic()
+
+    def join_islands(self, islands: IslandExchanges) -> None:
+        """Exchange with other islands after steps from now on."""
+        self.islands = islands
 
     @property
     def events(self) -> Sequence[Event]:
         """Return the decisions in this process so far."""
-        return self._records.log.events
+        return self._log.events
 
     @property
     def stores(self) -> Mapping[str, Residuals]:
@@ -103,7 +168,7 @@ class Session:
     @property
     def alone(self) -> bool:
         """Return True if the engine itself reduces gradients in the running step, uncompressed."""
-        return self._plan.alone or self.parameters is None
+        return self._plan.alone or self.reductions is None
 
     @property
     def weights(self) -> WeightsConfig | None:
@@ -117,7 +182,7 @@ class Session:
     @property
     def reports(self) -> bool:
         """Return True if the running step is measured for subscribers: in all islands or in none."""
-        return self._records.reporter.due(self.clock.step + 1)
+        return self._reporter.due(self.clock.step + 1)
 
     @property
     def synchronises(self) -> bool:
@@ -139,11 +204,11 @@ class Session:
 
     def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
         """Pass the statistics of measured steps to `sink` from now on, on ranks that report. Call it on all ranks."""
-        self._records.reporter.sinks.append(sink)
+        self._reporter.sinks.append(sink)
 
     def record(self, event: Event) -> None:
         """Write `event` to the log of decisions of the run."""
-        self._records.log.record(event)
+        self._log.record(event)
 
     def compare_again(self) -> int:
         """Repeat the comparison of `auto`, for instance because the network has changed.
@@ -165,19 +230,31 @@ class Session:
 
         Call it on all ranks or on one; the mean is used.
         """
-        if self._inputs is not None:
-            self._inputs.losses.report(value)
+        if self.losses is not None:
+            self.losses.report(value)
 
     def on_step(self, follower: StepFollower) -> None:
         """Have `follower` prepare for every step from now on."""
         self._followers.append(follower)
 
     def finish(self, finished: FinishedStep) -> bool:
-        """Finish a step: update residuals, report, decide, and begin the next step.
+        """Finish a step: update residuals, report, decide, and begin the next step. Collective.
 
         Returns True if the checkpoint saved last is to be loaded.
         """
-        actions = self._step_end.finish(finished, self.alone, self._exchange_ms)
+        self.residuals.settle(finished, self._plan.dense)
+        step_ms = self._reporter.step_ended()
+        # A skipped step is shorter than others, so its time says nothing about theirs.
+        timed_ms = step_ms if finished.applied else None
+        seen = self._observe(finished, timed_ms)
+        self._report(seen, finished, step_ms)
+        actions = self.policy.observe(seen)
+        if self._plan.probe and self._prober is not None:
+            self._adapt(self._prober, finished, timed_ms)
+        if actions.check_residuals:
+            self._check_residuals(finished)
+        if self.watch is not None:
+            self._compare(self.watch, finished)
         self.begin(finished.step, finished.scale_after)
         return actions.load_checkpoint
 
@@ -195,15 +272,15 @@ class Session:
         return {
             "run": self.journal.part.id,
             "policy": self.policy.saved(),
-            "losses": self._inputs.losses.saved() if self._inputs is not None else None,
+            "losses": self.losses.saved() if self.losses is not None else None,
         }
 
     def load_decisions(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that `decisions` returned; call `begin` afterwards."""
         self.journal.adopt(saved.get("run"))
         self.policy.load(saved["policy"])
-        if self._inputs is not None:
-            self._inputs.losses.load(saved["losses"])
+        if self.losses is not None:
+            self.losses.load(saved["losses"])
 
     def checkpoint_saved(self, directory: Path) -> None:
         """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
@@ -232,4 +309,76 @@ class Session:
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and scale is not None:
             self.residuals.hand_over_means(scale)
         self._exchange_ms = 0.0
-        self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
+        self.meter.reset(timed=self._plan.probe or self._reporter.due(step + 1))
+
+    def _observe(self, finished: FinishedStep, timed_ms: float | None) -> Observation:
+        means = StepMeans() if self.losses is None else self.losses.next(timed_ms)
+        guard = self.policy.guard
+        wants_residuals = guard is not None and guard.wants_residuals(finished.step, self._plan)
+        residuals = self._largest_residual(finished) if wants_residuals else None
+        return Observation(finished.step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
+
+    def _report(self, seen: Observation, finished: FinishedStep, step_ms: float | None) -> None:
+        if not self._reporter.due(finished.step):
+            return
+        if self.alone:
+            self.meter.bytes_raw = self.meter.bytes_sent
+        norm = partial(self.residuals.residual_norm, finished.scale_after)
+        self._reporter.report(seen, finished.samples, self._plan, step_ms, norm)
+
+    def _adapt(self, prober: Prober, finished: FinishedStep, timed_ms: float | None) -> None:
+        """Let the policy choose by this step.
+
+        If the step was skipped or its time is unknown, drop its samples; the next step is measured instead.
+        """
+        if timed_ms is None:
+            prober.forget()
+            return
+        waited = self.meter.milliseconds()["communicate"] - self._exchange_ms
+        group = self.gradients.reducer.group
+        measured = prober.measure(group, waited / 1e3, timed_ms / 1e3, self._weight_traffic)
+        assert self.policy.adaptation is not None
+        self.policy.adaptation.choose(finished.step, measured)
+        # The measurement is not part of any step's time.
+        self._reporter.step_ended()
+
+    def _compare(self, watch: StepWatch, finished: FinishedStep) -> None:
+        """Let the policy compare compressed with uncompressed steps. Collective at the end of a run of one kind.
+
+        A skipped step is shorter than others, so it is repeated.
+        """
+        auto = self.policy.auto
+        assert auto is not None
+        step_ms, shapes = watch.finish(timed=finished.applied and auto.times_next)
+        if finished.applied and auto.see(step_ms, shapes):
+            auto.choose(finished.step, self._largest(auto.figures(self._can_switch())))
+
+    def _can_switch(self) -> bool:
+        """Return True if the next step may be compressed if this one was not, or the reverse; warn if not."""
+        try:
+            for follower in self._followers:
+                follower.check()
+        except SeamError as error:
+            text = f"/{SECTION}/auto: the comparison ends, and this run continues as it is, because {error}"
+            warnings.warn(text, CompressWarning, stacklevel=2)
+            return False
+        return True
+
+    def _check_residuals(self, finished: FinishedStep) -> None:
+        """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
+        guard, largest = self.policy.guard, self._largest_residual(finished)
+        if guard is not None and largest is not None and guard.damaged(finished.step, self._plan, largest):
+            self.residuals.clear_residuals()
+
+    def _largest_residual(self, finished: FinishedStep) -> float | None:
+        """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
+        norm = self.residuals.residual_norm(finished.scale_after)
+        return None if self.losses is None or norm is None else self._largest([norm])[0]
+
+
+def _make_reductions(engine: EngineDescription, run: Run) -> GroupedReductions | None:
+    if engine.config.gradients.method == "none":
+        return None
+    stores = ResidualStores(engine.transactional)
+    context = ReductionContext(engine.make_groups(), engine.parameters, stores, run)
+    return GroupedReductions(context, engine.find_separate())

@@ -90,7 +90,8 @@ def _restore(session: Session, directory: Path, place: Place, loss_scale: float,
     found = state.sources(directory, place.rank, place.position)
     check_save(found, step, save)
     check_owners(found[0][1], session.config)
-    check_parameters([description for _, description in found], session.parameters)
+    if session.reductions is not None:
+        check_parameters([description for _, description in found], session.parameters)
     check_experts(found[0][1], session.stores, place.position)
     session.residuals.expect(found[0][1].storage)
     same = state.restore(session.stores, found, place.position, loss_scale, place.device)
@@ -160,16 +161,16 @@ def check_owners(saved: Description, config: CompressConfig) -> None:
         )
 
 
-def check_parameters(saved: Sequence[Description], parameters: Parameters | None) -> None:
+def check_parameters(saved: Sequence[Description], parameters: Parameters) -> None:
     """Raise StateError if the saved values belong to another model.
 
     They do if none of their parameters is in `parameters`, or if one was larger. Parameters that are no longer trained
     may be among them.
     """
     ends: dict[str, int] = {}
-    for name, begin, numel in _ranges(saved) if parameters is not None else ():
+    for name, begin, numel in _ranges(saved):
         ends[name] = max(ends.get(name, 0), begin + numel)
-    if parameters is None or not ends:
+    if not ends:
         return
     known = sorted(ends.keys() & parameters.shapes.keys())
     if not known:

@@ -24,21 +24,17 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type:
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.grouped import GroupedReductions
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.config.places import AnyCompressedGradients
 from deepspeed_compress.models import build_model, read_model_config
-from deepspeed_compress.monitor import EventLog, Journal, Meter
-from deepspeed_compress.policy import Policy
-from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.reporting import Records, Reporter
-from deepspeed_compress.session.residual_state import FinishedStep, ResidualState
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.step_settings import StepSettings
 from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 
 __all__ = ["Rank", "Spec", "StepRecord", "run", "train"]
@@ -124,14 +120,12 @@ class Rank:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         sizes = [(name, math.prod(shape)) for name, shape in shapes.items()]
         parameters = Parameters(shapes, sorted(shapes))
-        self.meter = ThreadMeter()
-        run = Run(StepClock(), self.meter, config.seed)
-        context = ReductionContext(Groups(group), parameters, ResidualStores(transactional=True), run)
-        reductions = GroupedReductions(context)
+        self.session, self.meter = _session(config, parameters, group)
         gradients, weights = _compressed(config)
+        stores = ResidualStores(transactional=True)
+        reductions = GroupedReductions(ReductionContext(Groups(group), parameters, stores, self.session.run))
         self.plain = reductions.at(gradients, 0, dense=True).every[0]
-        self.session = _session(config, run, reductions)
-        self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
+        self.gather = WeightReduction(weights, parameters, self.session.run).difference_gather(group, sizes, HELD)
         # Use the partition of the gather: a rank receives the mean gradients of its own master weights.
         self.partition = even_partition(sizes, group.size())
         self.weights, self.gradients = _flattened(model)
@@ -186,16 +180,13 @@ class Rank:
         self.weights.copy_(self.held)
 
 
-def _session(config: CompressConfig, run: Run, reductions: GroupedReductions) -> Session:
-    """Return a session without output and without subscribers."""
-    journal = Journal(None)
-    log = EventLog(journal, writes=False)
-    reporter = Reporter(config.monitor, run.meter, lambda sizes: (0, sizes), torch.device("cpu"))
-    compressed = reductions if isinstance(config.gradients, CompressedGradients) else None
-    records, policy = Records(reporter, journal, log), Policy(config, None, log.record)
-    settings, residuals = StepSettings(config, policy, compressed), ResidualState(reductions.context.stores, config)
-    parameters = reductions.context.parameters
-    return Session(Parts(config, parameters, policy, run, compressed, settings, residuals, records, Patches()))
+def _session(config: CompressConfig, parameters: Parameters, group: ProcessGroup) -> tuple[Session, ThreadMeter]:
+    """Return a session without output and without subscribers, and its meter."""
+    meter, device = ThreadMeter(), torch.device("cpu")
+    described = EngineDescription(
+        config, {}, parameters, device, lambda sizes: (0, sizes), False, lambda: Groups(group), meter=meter
+    )
+    return Session(described, Patches()), meter
 
 
 def _compressed(config: CompressConfig) -> tuple[AnyCompressedGradients, CompressedWeights]:

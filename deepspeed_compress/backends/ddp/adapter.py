@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket
 from deepspeed_compress.backends.ddp.batches import Batch, Plan
 from deepspeed_compress.backends.ddp.unused import Unused
+from deepspeed_compress.backends.groups import find_place_in
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.optimizers import unwrap
-from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, read_section
+from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, describe, read_section
 from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.compressors.base import DTYPES
@@ -69,7 +70,8 @@ def attach(
     if not target.parameters:
         refuse(model, ["no parameter of it is trained"])
     refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target, optimizer)])
-    attached = attach_session(target.exchanged(section), optimizer, scaler, section, document)
+    described = describe(section, document, target.group, target.described(), target.device)
+    attached = attach_session(described, find_place_in(target.group, section), optimizer, scaler)
     with attached.session.patches.undone_on_failure():
         announce(attached.session, target.group, "DDP", partial(_figures, attached, target))
         _exchange(model, attached, target)

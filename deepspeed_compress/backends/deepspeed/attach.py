@@ -1,12 +1,14 @@
 """Entry points for an existing engine: `attach` compresses its traffic, and `detach` undoes that."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed import byte_counts
+from deepspeed_compress.backends.deepspeed import comms_log
 from deepspeed_compress.backends.deepspeed.activations.attach import attach_activations, measure_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -15,40 +17,39 @@ from deepspeed_compress.backends.deepspeed.announce import (
     warn_of_single_rank_hosts,
     warn_of_uncounted,
 )
-from deepspeed_compress.backends.deepspeed.attachment import describe
+from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, make_byte_report
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
-from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, find_parameters
-from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0
+from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, equal_machines, find_parameters
+from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
-from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine
+from deepspeed_compress.backends.deepspeed.groups import destroy_with_engine, find_separate, make_groups
 from deepspeed_compress.backends.deepspeed.limits import find_limits
+from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.passes import follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
-from deepspeed_compress.backends.deepspeed.step import Steps, follow_steps
+from deepspeed_compress.backends.deepspeed.step import Steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights
 from deepspeed_compress.checkpointing.deepspeed.background import attach_background
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
+from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
-from deepspeed_compress.session.exact import attach_exact
-from deepspeed_compress.session.observer import PolicyInputs, largest_of_all
-from deepspeed_compress.session.parts import Parts, make_parts
+from deepspeed_compress.policy import AllowedChoices
+from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.probing import Prober, WeightTraffic
-from deepspeed_compress.session.protocols import BackgroundCheckpoints, IslandExchanges
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.session import ExactWeights, Session
 
 __all__ = ["attach", "attach_section", "detach"]
 
@@ -124,25 +125,35 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
 
 
 def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patches: Patches) -> None:
-    """Attach all parts to the engine, in this order. Each part receives the earlier ones that it needs."""
+    """Attach everything to the engine, in this order. Each part receives the earlier ones that it needs."""
     node = node_unit(engine)
     if node is not None:
         equalize_weights(engine, node, is_new=True)
     parameters = find_parameters(engine)
     warn_of_ignored_type(engine, config, parameters.dtype)
     warn_of_micro_steps(engine, config)
-    parts = make_parts(describe(engine, config, island, parameters), patches)
-    if parts.reductions is not None:
-        made = [one for groups in parts.reductions.groups for one in (groups.node, groups.across, groups.downward)]
-        destroy_with_engine(engine, made, patches)
+    saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
+    session = Session(_describe(engine, config, island, parameters), patches, saving)
+    destroy_with_engine(engine, _made_groups(session), patches)
     if island is not None:
         patches.on_undo(partial(stay_apart, engine, island))
-    session, participants = _make_session(engine, island, parts)
-    steps = _make_steps(engine, parts, session)
+    _attach_difference_weights(engine, session)
+    if session.losses is not None:
+        follow_losses(engine, session.losses, patches)
+    islands = _attach_islands(engine, island, session)
+    if session.watch is not None:
+        watch_steps(engine, session.watch, patches)
+    nodes = None if node is None else attach_nodes(engine, node, session)
+    weight_bytes = _no_bytes if nodes else _replace_collectives(engine, session)
+    norms = None if session.policy.guard is None else Norms(engine, session.policy.guard.skips)
+    stop_counting = count_parallel(engine, session.meter, patches)
+    rollout = None if config.rollout is None else attach_rollout(engine, config.rollout, session.journal, patches)
     if config.activations is not None:
-        attach_activations(engine, config.activations, parts.run, patches)
-    attach_participants(engine, participants, patches)
-    follow_steps(steps)
+        attach_activations(engine, config.activations, session.run, patches)
+    participants = (saving, islands, CompressionState(engine, session), Resharding(engine, config))
+    attach_participants(engine, [one for one in participants if one is not None], patches)
+    steps = Steps(engine, session, norms, weight_bytes, stop_counting, nodes, rollout)
+    patches.wrap(engine, "_take_model_step", steps.take)
     attach_heartbeat(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)
@@ -155,84 +166,92 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     patches.on_undo(session.gradients.discard_unfinished)
 
 
-def _make_session(engine: Any, island: IslandUnit | None, parts: Parts) -> tuple[Session, Sequence[Participant]]:
-    """Return the session, and the participants in saving and loading, the outermost one first.
+def _describe(
+    engine: Any, config: CompressConfig, island: IslandUnit | None, parameters: Parameters
+) -> EngineDescription:
+    """Return the description of the engine and of this rank, of which the session is made.
 
-    The parts that the session receives in its constructor are attached here, in this order: compressed weights under
-    ZeRO 1 and 2, figures for the policy, checkpoints in the background, and islands.
+    Args:
+        engine: the engine.
+        config: the section.
+        island: this rank's island, if the ranks of this job were divided into islands; None otherwise.
+        parameters: the model's parameters.
     """
-    config, patches = parts.config, parts.patches
-    weights = _attach_difference_weights(engine, parts)
-    exact = None if weights is None else attach_exact(engine, weights.synchronise, parts.run.meter, patches)
-    inputs = _policy_inputs(engine, parts, None if weights is None else weights.traffic())
-    saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
-    islands, island_files = _attach_islands(engine, island, parts, saving)
-    largest = partial(largest_of_all, device=engine.device, group=deciding_group(engine))
-    watch = None if config.auto is None else watch_steps(engine, patches)
-    session = Session(parts, inputs, exact, saving, islands, largest, watch)
-    participants = (saving, island_files, CompressionState(engine, session), Resharding(engine, config))
-    return session, [one for one in participants if one is not None]
-
-
-def _make_steps(engine: Any, parts: Parts, session: Session) -> Steps:
-    """Return the replacement for the optimizer step.
-
-    The parts that it calls are attached here, in this order: means over nodes, or else the engine's own collectives;
-    the norm of gradients; the traffic of other kinds of parallelism; and weights for rollout workers.
-    """
-    node = node_unit(engine)
-    nodes = None if node is None else attach_nodes(engine, node, session)
-    weight_bytes = _no_bytes if nodes else _replace_collectives(engine, parts, session)
-    norms = None if parts.policy.guard is None else Norms(engine, parts.policy.guard.skips)
-    ended = byte_counts.count_parallel(engine, parts.run.meter, parts.patches)
-    settings = parts.config.rollout
-    rollout = None if settings is None else attach_rollout(engine, settings, session.journal, parts.patches)
-    return Steps(engine, session, norms, weight_bytes, ended, nodes, rollout)
-
-
-def _attach_difference_weights(engine: Any, parts: Parts) -> Weights | None:
-    """Compress the weights that the optimizer sends; None if they are not compressed, or gathered as ZeRO 3 does."""
-    written = parts.config.weights
-    if engine_kind(engine) == "zero_3" or not isinstance(written, CompressedWeights):
-        return None
-    return attach_weights(
-        engine,
-        lambda settings: WeightReduction(settings, parts.parameters, parts.run).difference_gather,
-        written,
-        lambda: parts.settings.weights,
-        parts.patches,
+    # Without a guard, only loss scalers skip steps: those of DeepSpeed's own optimizers, and torch's.
+    scaled = hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler is not None
+    skips = scaled or config.guard is not None
+    deciding = deciding_group(engine)
+    in_nodes, without_zero = node_unit(engine) is not None, engine_kind(engine) == "zero_0"
+    overlaps = may_average_early(engine) if in_nodes else without_zero and may_begin_early(engine)
+    return EngineDescription(
+        config,
+        engine.config,
+        parameters,
+        engine.device,
+        make_byte_report(engine),
+        # Each island writes its own decisions, under the id of one common run.
+        writes=dist.get_rank(deciding) == 0,
+        make_groups=partial(make_groups, engine, config),
+        find_separate=partial(find_separate, engine),
+        transactional=skips or overlaps,
+        deciding=deciding,
+        available=_available(engine, config),
+        step=engine.global_steps,
+        sink=engine.monitor,
+        island=None if island is None else island.number,
+        others_listen=comms_log.listens,
     )
 
 
-def _attach_islands(
-    engine: Any, unit: IslandUnit | None, parts: Parts, saving: BackgroundCheckpoints | None
-) -> tuple[IslandExchanges | None, Participant | None]:
-    """Return the exchanges with other islands, and their participant in saving and loading; None without islands."""
+def _available(engine: Any, config: CompressConfig) -> AllowedChoices:
+    """Return the settings that an adaptive policy may choose from.
+
+    Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
+    """
+    if config.adaptive is None:
+        return AllowedChoices()
+    low_rank = equal_machines(engine.device, deciding_group(engine))
+    return AllowedChoices(low_rank, weights=engine_kind(engine) != "zero_3")
+
+
+def _made_groups(session: Session) -> Iterator[ProcessGroup | None]:
+    """Yield the groups that were made for the session's messages."""
+    for groups in () if session.reductions is None else session.reductions.groups:
+        yield from (groups.node, groups.across, groups.downward)
+
+
+def _attach_difference_weights(engine: Any, session: Session) -> None:
+    """Compress the weights that the optimizer sends, unless they are gathered as ZeRO 3 does."""
+    written = session.config.weights
+    if engine_kind(engine) == "zero_3" or not isinstance(written, CompressedWeights):
+        return
+    weights = attach_weights(
+        engine,
+        lambda settings: WeightReduction(settings, session.parameters, session.run).difference_gather,
+        written,
+        lambda: session.weights,
+        session.patches,
+    )
+    exact = ExactWeights(lambda: int(engine.global_steps), weights.synchronise, session.meter)
+    # All ranks must call it.
+    session.patches.precede(engine, "save_16bit_model", exact.synchronise)
+    session.send_weights(exact, weights.traffic())
+
+
+def _attach_islands(engine: Any, unit: IslandUnit | None, session: Session) -> Participant | None:
+    """Exchange with other islands, if there are any, and return their participant in saving and loading."""
     if unit is not None:
-        return attach_islands(engine, unit, parts.parameters, parts)
-    if parts.config.islands is None:
-        return None, None
-    island = attach_elastic(engine, parts.parameters, parts, saving)
-    return island, island
+        return attach_islands(engine, unit, session)
+    return None if session.config.islands is None else attach_elastic(engine, session)
 
 
-def _policy_inputs(engine: Any, parts: Parts, weights: WeightTraffic | None) -> PolicyInputs | None:
-    if not parts.policy.observes:
-        return None
-    prober, group = None, deciding_group(engine)
-    if parts.policy.adaptation is not None:
-        prober = Prober(parts.policy.adaptation.selector, parts.parameters, engine.device, group, weights)
-    largest = partial(largest_of_all, device=engine.device, group=group)
-    return PolicyInputs(follow_losses(engine, parts.patches), largest, prober)
-
-
-def _replace_collectives(engine: Any, parts: Parts, session: Session) -> WeightBytes:
+def _replace_collectives(engine: Any, session: Session) -> WeightBytes:
     """Replace or count the reduction of gradients, and the gather of weights under ZeRO 3.
 
     Returns:
         A function that returns the bytes of weights that remain to be counted after an optimizer step.
     """
-    kind, weights = engine_kind(engine), parts.config.weights
+    kind, weights = engine_kind(engine), session.config.weights
     uncounted = find_limits(engine)
     if uncounted:
         # A single rank sends none.
@@ -243,7 +262,7 @@ def _replace_collectives(engine: Any, parts: Parts, session: Session) -> WeightB
     if not isinstance(weights, CompressedWeights):
         return weight_bytes
     if kind == "zero_3":
-        attach_weights_3(engine, WeightReduction(weights, parts.parameters, parts.run), session)
+        attach_weights_3(engine, WeightReduction(weights, session.parameters, session.run), session)
         return weight_bytes
     # Compressed weights are counted when they are sent.
     return lambda: weight_bytes() if session.weights is None else 0

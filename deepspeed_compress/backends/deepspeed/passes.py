@@ -12,7 +12,6 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_compress.backends.deepspeed.seams import Seam
-from deepspeed_compress.backends.deepspeed.units import deciding_group
 from deepspeed_compress.session.observer import Losses, StepWatch
 from deepspeed_compress.session.patches import Patches
 
@@ -21,15 +20,13 @@ LOSS_SEAMS = (Seam(_ENGINE + "backward"),)
 TIME_SEAMS = (Seam(_ENGINE + "forward"), *LOSS_SEAMS)
 
 
-def follow_losses(engine: Any, patches: Patches) -> Losses:
-    """Record the losses of `engine` until `patches` are undone, and return the recorder."""
-    losses = Losses(engine.device, deciding_group(engine))
+def follow_losses(engine: Any, losses: Losses, patches: Patches) -> None:
+    """Record the losses of `engine` in `losses` until `patches` are undone."""
     patches.on_undo(losses.wait)
     if isinstance(engine, PipelineEngine):
         patches.wrap(engine, "train_batch", partial(_train_batch, losses))
     else:
         patches.wrap(engine, "backward", partial(_backward, losses))
-    return losses
 
 
 def _train_batch(losses: Losses, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -46,19 +43,17 @@ def _backward(losses: Losses, original: Callable[..., Any], loss: Any, *args: An
     return result
 
 
-def watch_steps(engine: Any, patches: Patches) -> StepWatch:
-    """Watch the passes of `engine` until `patches` are undone. `Steps` adds the optimizer step.
+def watch_steps(engine: Any, watch: StepWatch, patches: Patches) -> None:
+    """Let `watch` run during the passes of `engine` until `patches` are undone. `Steps` adds the optimizer step.
 
     The time of a pipeline runs through all of `train_batch`, in which stages wait for each other. A backward pass that
     is not begun by `engine.backward` counts until the next forward pass or the optimizer step.
     """
-    watch = StepWatch(engine.device)
     if isinstance(engine, PipelineEngine):
         patches.precede(engine, "train_batch", watch.start)
     else:
         patches.wrap(engine, "forward", partial(_forward, engine, watch))
         patches.wrap(engine, "backward", partial(_timed_backward, watch))
-    return watch
 
 
 def _forward(engine: Any, watch: StepWatch, original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from deepspeed_compress.checkpointing.catalog import LATEST
 from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_latest
-from deepspeed_compress.session.protocols import BackgroundCheckpoints
+from deepspeed_compress.session.engine import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 
 

@@ -23,7 +23,7 @@ class Steps:
         session: the engine's session.
         norms: receives the norm of the gradients; None if nothing needs it.
         weight_bytes: returns the bytes that this rank sends for weights in one step.
-        ended: called after every step.
+        stop_counting: ends the count of a divided model's messages until the next pass.
         nodes: averages gradients over the nodes before a step, if the model is sharded within them; None otherwise.
         rollout: publishes the weights for rollout workers; None if the section does not ask for it.
     """
@@ -32,7 +32,7 @@ class Steps:
     session: Session
     norms: Norms | None
     weight_bytes: Callable[[], int]
-    ended: Callable[[], None]
+    stop_counting: Callable[[], None]
     nodes: NodeShards | None = None
     rollout: RolloutSteps | None = None
 
@@ -71,9 +71,4 @@ class Steps:
             self.rollout.step_ended(engine.global_steps, applied)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
-        self.ended()
-
-
-def follow_steps(steps: Steps) -> None:
-    """Have `steps` handle the optimizer steps of its engine from now on."""
-    steps.session.patches.wrap(steps.engine, "_take_model_step", steps.take)
+        self.stop_counting()

@@ -19,13 +19,12 @@ from deepspeed_compress.backends.fsdp2.gradients import compress_gradients, coun
 from deepspeed_compress.backends.fsdp2.limits import find_division_limits, find_gradient_limits, find_weight_limits
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units, gather_dtype
 from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
-from deepspeed_compress.backends.groups import find_place_in, make_group, make_hybrid_groups, number_alike
+from deepspeed_compress.backends.groups import find_place_in, make_group, make_groups, make_hybrid_groups, number_alike
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.optimizers import unwrap
-from deepspeed_compress.backends.sessions import Attached, Config, Exchanged, attach_session, read_section
+from deepspeed_compress.backends.sessions import Attached, Config, attach_session, describe, read_section
 from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
 from deepspeed_compress.compression.state_description import Position
@@ -67,7 +66,8 @@ def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scale
     optimizer = unwrap(optimizer)
     divided = _Divided.of(model)
     refuse(model, _limits(divided, section, optimizer))
-    attached = attach_session(divided.exchanged(section), optimizer, scaler, section, document)
+    described = describe(section, document, divided.whole, divided.trained, divided.device, divided.make_groups)
+    attached = attach_session(described, divided.position(section), optimizer, scaler)
     with attached.session.patches.undone_on_failure():
         _exchange(model, divided, attached)
     return attached
@@ -137,18 +137,21 @@ class _Divided:
         every = {name: one.sharded_param for unit in self.units for name, one in unit.parameters()}
         return _described(every, self.units, self.trained.dtype)
 
-    def exchanged(self, config: CompressConfig) -> Exchanged:
-        whole, shard, replicate = self.whole, self.ranks.shard, self.ranks.replicate
-        if replicate is None:
-            return Exchanged(whole, self.trained, self.device, find_place_in(whole, config))
-        position = Position(whole.rank(), whole.size(), 0, 1, node_size=shard.size())
-        hybrid = partial(_hybrid_groups, shard, replicate)
-        return Exchanged(whole, self.trained, self.device, position, hybrid)
+    def position(self, config: CompressConfig) -> Position:
+        """Return the position of this rank, to which all of its residuals belong."""
+        if self.ranks.replicate is None:
+            return find_place_in(self.whole, config)
+        return Position(self.whole.rank(), self.whole.size(), 0, 1, node_size=self.ranks.shard.size())
+
+    def make_groups(self, whole: ProcessGroup, config: CompressConfig) -> Groups:
+        """Return the groups for messages. All ranks must call this."""
+        shard, replicate = self.ranks.shard, self.ranks.replicate
+        return make_groups(whole, config) if replicate is None else make_hybrid_groups(shard, replicate, whole)
 
     def rounding(self, session: Session) -> WeightReduction | None:
         """Return the reduction that rounds weights, or None if they are gathered exactly."""
-        weights, run = session.config.weights, Run(session.clock, session.meter, session.config.seed)
-        return WeightReduction(weights, self.gathered, run) if isinstance(weights, CompressedWeights) else None
+        weights = session.config.weights
+        return WeightReduction(weights, self.gathered, session.run) if isinstance(weights, CompressedWeights) else None
 
     def gathered_bytes(self) -> dict[str, int]:
         """Return the bytes of each parameter in an exact gather."""
@@ -163,10 +166,6 @@ class _Divided:
         local = {name: one._sharded_local_tensor for unit in self.units for name, one in unit.parameters()}
         frozen = {name: one for name, one in local.items() if name not in trained}
         return find_rounded(weights, {name: local[name] for name in trained}, frozen)
-
-
-def _hybrid_groups(shard: ProcessGroup, replicate: ProcessGroup, whole: ProcessGroup, config: CompressConfig) -> Groups:
-    return make_hybrid_groups(shard, replicate, whole)
 
 
 def _described(parameters: Mapping[str, Parameter], units: Sequence[Unit], dtype: torch.dtype) -> Parameters:

@@ -30,16 +30,13 @@ from deepspeed_compress.backends.megatron.gradients import Gradients, count_grad
 from deepspeed_compress.backends.megatron.limits import check_version, find_limits
 from deepspeed_compress.backends.megatron.steps import MegatronSteps, StepHook
 from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
-from deepspeed_compress.backends.sessions import Config, Exchanged, make_session_parts, read_section
+from deepspeed_compress.backends.sessions import Config, describe, make_session, read_section
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.exact import ExactWeights
-from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
-from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.session import ExactWeights, Session
 from deepspeed_compress.session.state_files import NOT_SAVED, Place, result_on_all
 
 EXPERTS = "experts"
@@ -193,7 +190,7 @@ def _attach(
     present = [one for one in (dense, experts) if one is not None]
     hooks: list[StepHook] = [hook for one in present for hook in one.weights]
     if section.activations is not None:
-        hooks += attach_activations(chunks, section.activations, dense.run, patches)
+        hooks += attach_activations(chunks, section.activations, dense.session.run, patches)
     steps = MegatronSteps([one.session for one in present], optimizer, chunks, hooks)
     for one in present:
         one.follow(steps)
@@ -214,7 +211,6 @@ class _AttachedShare:
 
     share: Share
     session: Session
-    run: Run
     weights: Sequence[PlainWeights | Weights]
     place: Place
 
@@ -244,28 +240,25 @@ def _attach_share(
         monitor = section.monitor.model_copy(update={"path": str(Path(section.monitor.path) / EXPERTS)})
         section = section.model_copy(update={"monitor": monitor})
     rank = dist.get_rank()
-    exchanged = Exchanged(share.whole, parameters, share.device, position)
-    parts = make_session_parts(exchanged, section, document, patches, writes=rank == 0)
-    weights = list(_weights(share, parts))
-    compressed = next((one for one in weights if isinstance(one, Weights)), None)
-    exact = (
-        None
-        if compressed is None
-        else ExactWeights(lambda: parts.run.clock.step, compressed.synchronise, parts.run.meter)
-    )
-    return _AttachedShare(share, Session(parts, exact=exact), parts.run, weights, Place(rank, position, share.device))
+    described = describe(section, document, share.whole, parameters, share.device, writes=rank == 0)
+    session = make_session(described, patches)
+    weights = list(_weights(share, session))
+    for one in weights:
+        if isinstance(one, Weights):
+            session.send_weights(ExactWeights(lambda: session.clock.step, one.synchronise, session.meter))
+    return _AttachedShare(share, session, weights, Place(rank, position, share.device))
 
 
-def _weights(share: Share, parts: Parts) -> Iterator[PlainWeights | Weights]:
+def _weights(share: Share, session: Session) -> Iterator[PlainWeights | Weights]:
     """Yield the senders of a share's weights. Those with fp32 master weights are sent as differences if configured."""
-    settings, run = parts.config.weights, parts.run
+    settings, run = session.config.weights, session.run
     if not isinstance(settings, CompressedWeights):
         yield PlainWeights(run.meter, share.weight_bytes(share.sources))
         return
     whole = make_group(dist.get_process_group_ranks(share.group))
-    gather = partial(WeightReduction(settings, parts.parameters, run).difference_gather, whole)
+    gather = partial(WeightReduction(settings, session.parameters, run).difference_gather, whole)
     with_masters = [source for source in share.sources if has_masters(source)]
-    yield Weights(parts, with_masters, share.names, gather)
+    yield Weights(session, with_masters, share.names, gather)
     yield PlainWeights(run.meter, share.weight_bytes([one for one in share.sources if not has_masters(one)]))
 
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from deepspeed_compress.collectives.buckets import even_partition, flat_sizes
 from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
 from deepspeed_compress.monitor import Meter, ring_all_gather
-from deepspeed_compress.session.parts import Parts
+from deepspeed_compress.session.session import Session
 
 GatherFactory = Callable[[Sequence[tuple[str, int]], torch.dtype], DifferenceGather]
 """Factory for the gather of a flat buffer, from its (name, numel) pairs in order, including padding, and its dtype."""
@@ -91,9 +91,9 @@ class Weights:
     """
 
     def __init__(
-        self, parts: Parts, sources: Sequence[Any], names: Mapping[Parameter, str], make_gather: GatherFactory
+        self, session: Session, sources: Sequence[Any], names: Mapping[Parameter, str], make_gather: GatherFactory
     ) -> None:
-        self._settings, self._meter = parts.settings, parts.run.meter
+        self._session, self._meter = session, session.meter
         self._sources = sources
         self._flats: dict[int, list[_Flat]] = {}
         self._kept: dict[int, list[Tensor]] = {}
@@ -106,10 +106,10 @@ class Weights:
             for bucket in source.buckets:
                 flats.append(_flat(bucket, names, make_gather, tag))
                 tag += flats[-1].gather.rounds
-            parts.patches.wrap(source, "start_param_sync", partial(self._start, source))
+            session.patches.wrap(source, "start_param_sync", partial(self._start, source))
 
     def before_step(self) -> None:
-        self._exact = self._settings.plan.dense
+        self._exact = self._session.dense
         if self._exact:
             # Megatron will round the shares, so there is nothing to take differences to.
             self._due.clear()

@@ -19,7 +19,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state_description import Moment
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError
-from deepspeed_compress.session.protocols import BackgroundCheckpoints
+from deepspeed_compress.session.engine import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import (
     NOT_SAVED,

@@ -28,7 +28,6 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     attach_participants,
 )
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
@@ -40,23 +39,21 @@ from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequ
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
 from deepspeed_compress.local_sgd.deepspeed.state_files import ISLAND, ExchangeFiles, check_tag, first_file, tag_of_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
-from deepspeed_compress.session.parts import Parts
 from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import result_on_all
 
 
-def attach_islands(
-    engine: Any, unit: IslandUnit, parameters: Parameters, parts: Parts
-) -> tuple[FixedExchange, Participant]:
+def attach_islands(engine: Any, unit: IslandUnit, session: Session) -> Participant:
     """Exchange after steps of `engine`, which was made from a `divide_call`. Collective.
 
     Returns:
-        The exchange, and the participant in saving and loading that keeps the files of islands apart.
+        The participant in saving and loading that keeps the files of islands apart.
     """
-    run, settings, patches = replace(parts.run, clock=StepClock()), parts.config.islands, parts.patches
+    run, settings, patches = replace(session.run, clock=StepClock()), session.config.islands, session.patches
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
-    found = find_exchanged(engine, settings, parameters, SharedLayers(unit.tensor, unit.ranks, unit.whole))
+    found = find_exchanged(engine, settings, session.parameters, SharedLayers(unit.tensor, unit.ranks, unit.whole))
     master_weights = found.master_weights
     check_equal_layouts(master_weights, unit)
     _warn_of_unequal_rates(engine)
@@ -71,7 +68,7 @@ def attach_islands(
         unit.whole,
         unit.number,
         found.moments,
-        partial(recover_from_divergence, engine, master_weights, parts.residuals.clear),
+        partial(recover_from_divergence, engine, master_weights, session.residuals.clear),
     )
     divide_data(engine, unit, patches)
     exchange.start()
@@ -82,7 +79,8 @@ def attach_islands(
     patches.on_undo(end)
     # The number of islands may change between saving and loading. Their number of ranks may not.
     position = Position(unit.number, unit.count, unit.place, len(unit.ranks))
-    return exchange, _Files(unit, exchange, ExchangeFiles(engine, parts.config, stores, position))
+    session.join_islands(exchange)
+    return _Files(unit, exchange, ExchangeFiles(engine, session.config, stores, position))
 
 
 def _warn_of_unequal_rates(engine: Any) -> None:

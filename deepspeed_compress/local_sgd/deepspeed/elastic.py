@@ -26,7 +26,6 @@ from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
 from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
@@ -48,9 +47,8 @@ from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.session.parts import Parts
-from deepspeed_compress.session.protocols import BackgroundCheckpoints
-from deepspeed_compress.session.state_files import NOT_SAVED, Write, check_save, result_on_all
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.state_files import NOT_SAVED, check_save, result_on_all
 
 _POINTER = "/deepspeed_compress/islands/elastic"
 _AHEAD = "ahead"
@@ -79,17 +77,13 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "training_data": None}
 
 
-def attach_elastic(
-    engine: Any, parameters: Parameters, parts: Parts, saving: BackgroundCheckpoints | None
-) -> "ElasticIsland":
+def attach_elastic(engine: Any, session: Session) -> "ElasticIsland":
     """Join the other islands, take their anchor, and exchange after steps from now on. Collective in the island.
-
-    `saving` writes the files of the island, if it writes checkpoints.
 
     Raises:
         ConfigError: the engine already has a training data loader.
     """
-    settings = parts.config.islands
+    settings, patches = session.config.islands, session.patches
     assert settings is not None, "attached for a section with islands"
     # A stage in the middle of a pipeline has none.
     if any(gather_objects(engine.training_dataloader is not None)):
@@ -98,13 +92,14 @@ def attach_elastic(
             "(allowed: training_data of deepspeed_compress.initialize); pass the data there, or call "
             "engine.deepspeed_io after attach"
         )
-    island = ElasticIsland(engine, settings, parameters, parts, writing(saving))
-    parts.patches.precede(engine, "destroy", island.leave)
-    parts.patches.on_undo(island.leave)
+    island = ElasticIsland(engine, settings, session)
+    patches.precede(engine, "destroy", island.leave)
+    patches.on_undo(island.leave)
     # Most programs never destroy the engine, and process exit takes time.
     atexit.register(island.leave)
-    parts.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
+    patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
     island.start()
+    session.join_islands(island)
     return island
 
 
@@ -116,21 +111,21 @@ class ElasticIsland(Participant):
         exchange: the exchange strategy.
     """
 
-    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, parts: Parts, write: Write) -> None:
-        self._engine, self._parts, self._write = engine, parts, write
+    def __init__(self, engine: Any, settings: Islands, session: Session) -> None:
+        self._engine, self._session = engine, session
         self._learning_rates, self._islands_in_last_round = LearningRates(engine), 0
         self._ranks = IslandRanks(_make_group(settings) if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._scheduled, self._must_resume = 0, False
         tensor, stages = tensor_size(engine), stage_count(engine)
         layers = SharedLayers(tensor, range(dist.get_world_size()), None, stages, tied_copies(engine))
-        found = find_exchanged(engine, settings, parameters, layers)
-        run, stores = replace(parts.run, clock=StepClock()), ResidualStores(transactional=True)
+        found = find_exchanged(engine, settings, session.parameters, layers)
+        run, stores = replace(session.run, clock=StepClock()), ResidualStores(transactional=True)
         alone = ReductionContext(Groups(group_of_one()), found.parameters, stores, run, traffic="bytes_islands")
-        recover = partial(recover_from_divergence, engine, found.master_weights, parts.residuals.clear)
+        recover = partial(recover_from_divergence, engine, found.master_weights, session.residuals.clear)
         self._context = ExchangeContext(settings, found.master_weights, alone, self._ranks, found.moments, recover)
         position = Position(0, 1, dist.get_rank(), dist.get_world_size())
-        self._files = ExchangeFiles(engine, parts.config, stores, position)
+        self._files = ExchangeFiles(engine, session.config, stores, position)
         self.exchange = connect(self._context, self._terms(found), self._learning_rates)
 
     @property
@@ -179,7 +174,7 @@ class ElasticIsland(Participant):
         self.exchange.prepare_save()
         self._ranks.run_on_first(partial(self._reserve_directory, Path(request.directory)))
         described = {**self.exchange.describe(), _AHEAD: self._learning_rates.ahead}
-        result_on_all(partial(self._files.save, request, described, self._write), problem=NOT_SAVED)
+        result_on_all(partial(self._files.save, request, described, writing(self._session.saving)), problem=NOT_SAVED)
         yield request
 
     @contextmanager
@@ -236,7 +231,7 @@ class ElasticIsland(Participant):
         before, after = (f"{count} islands" for count in (self._islands_in_last_round, result.islands))
         evidence = {"round": float(result.round), "seconds": result.seconds}
         reason = result.reason or ("taking part again" if result.kind == "renewed" else "islands have joined or left")
-        self._parts.records.log.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
+        self._session.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
 
     def _reserve_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island.

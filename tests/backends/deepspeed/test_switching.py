@@ -43,7 +43,7 @@ def wanted(table: Mapping[int, str], step: int) -> str:
 
 def steer(engine: Any) -> None:
     """Replace measurements, so that all candidates except the intended one are slow."""
-    prober, adaptive = engine.compression._inputs.prober, engine.compression.policy.adaptation.selector
+    prober, adaptive = engine.compression._prober, engine.compression.policy.adaptation.selector
     measure = prober.measure
 
     def measured(*args: Any) -> Any:

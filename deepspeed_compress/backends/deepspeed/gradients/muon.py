@@ -102,7 +102,7 @@ class SplitMatrices:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _count(self, size: int) -> None:
-        meter, pace = self._session.meter, self._session.pace
+        meter, pace = self._session.meter, self._session.run.pace
         meter.count("bytes_sent", size)
         meter.count("bytes_raw", size)
         if pace is not None:
