@@ -167,13 +167,13 @@ BUGS: Mapping[str, Bug] = {
         ("checkpointing/deepspeed/test_checkpoint.py",),
     ),
     "what DDP drops of unused parameters is lost": Bug(
-        "backends/ddp/unused.py",
+        "backends/ddp/batches.py",
         "kept.add_(surplus, alpha=self._group.size())",
         "kept",
         ("backends/test_ddp.py",),
     ),
     "parts of FSDP2 in the wrong order": Bug(
-        "backends/fsdp2/layout.py",
+        "backends/fsdp2/gradients.py",
         "begin = owner * share",
         "begin = (ranks - 1 - owner) * share",
         ("backends/test_fsdp2_layout.py",),

@@ -117,7 +117,8 @@ TABLE = {
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
+        "session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(

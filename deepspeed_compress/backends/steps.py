@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.session.patches import Patches, leave_out_of_copies
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
@@ -18,6 +18,8 @@ UNKNOWN = None
 """Number of samples of a step, which only an engine would count."""
 SEVERAL = 3
 """Number of steps by another optimizer after which a warning is emitted."""
+_INSIDE = ("optimizer", "optim")
+"""Attributes in which wrappers keep it: Accelerate's `AcceleratedOptimizer`, torch's `PostLocalSGDOptimizer`."""
 
 
 class Scaler(Protocol):
@@ -173,3 +175,26 @@ class Steps:
         self.count, self.reduced, self._asked, self._applied = self.count + 1, False, False, False
         self._changes_before = self._changes()
         self._session.finish(FinishedStep(self.count, UNKNOWN, applied, before, scale_after))
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """Return the torch optimizer that `optimizer` is, or that it wraps.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    found: Optimizer | None = optimizer
+    while found is not None and not _can_be_followed(found):
+        inside = (getattr(found, name, None) for name in _INSIDE)
+        found = next((one for one in inside if isinstance(one, Optimizer)), None)
+    if found is None:
+        raise UnsupportedError(
+            f"optimizer: expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got "
+            f"{type(optimizer).__name__}; pass the torch optimizer that updates the parameters"
+        )
+    return found
+
+
+def _can_be_followed(optimizer: Any) -> bool:
+    """Return True for a torch optimizer whose constructor was called, unlike that of wrappers, which are subclasses."""
+    return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)

@@ -1,5 +1,10 @@
-"""Counters and clocks of one optimizer step. torch is imported only where needed, so names can be used without it."""
+"""Counters and clocks of one optimizer step, and the bytes that ring algorithms send.
 
+torch is imported only where it is needed, so names can be used without it.
+"""
+
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,3 +149,13 @@ ring_all_gather = ring_reduce_scatter
 def ring_all_reduce(size: int, ranks: int) -> int:
     """Return the bytes of a reduce-scatter followed by an all-gather."""
     return 2 * ring_reduce_scatter(size, ranks)
+
+
+def peak_memory(device: "torch.device") -> int:
+    """Return the peak memory so far in bytes: allocated on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    # ru_maxrss is in kilobytes, except on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -17,7 +17,7 @@ from deepspeed_compress.monitor import (
     Meter,
     StepStatistics,
 )
-from deepspeed_compress.monitor.memory import peak_memory
+from deepspeed_compress.monitor.meter import peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes
 

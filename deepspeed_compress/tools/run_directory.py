@@ -15,8 +15,7 @@ from typing import Any
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS, VERSIONS
-from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS
-from deepspeed_compress.monitor.journal import Part
+from deepspeed_compress.monitor.journal import CONFIGURATION, EVENTS, Part
 from deepspeed_compress.tools.run_files import (
     EVENT,
     METRIC,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
-from deepspeed_compress.backends.fsdp2.layout import find_layout
+from deepspeed_compress.backends.fsdp2.gradients import find_layout
 from tests.support.properties import properties
 
 shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)

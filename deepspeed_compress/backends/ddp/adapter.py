@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket
-from deepspeed_compress.backends.ddp.batches import Batch, Plan
-from deepspeed_compress.backends.ddp.unused import Unused
+from deepspeed_compress.backends.ddp.batches import Batch, Plan, Unused
 from deepspeed_compress.backends.groups import find_place_in
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
-from deepspeed_compress.backends.optimizers import unwrap
 from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, describe, read_section
-from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
+from deepspeed_compress.backends.steps import Scaler, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.config import SECTION, CompressConfig

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed_compress.config.models import Rollout
 from deepspeed_compress.errors import ConfigError, install_command
 from deepspeed_compress.monitor import VERSIONS, Journal
-from deepspeed_compress.monitor.versions import VersionStatistics
+from deepspeed_compress.monitor.writer import VersionStatistics
 from deepspeed_compress.session.patches import Patches
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_
 from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
 from deepspeed_compress.backends.groups import find_place_in, make_group, make_groups, make_hybrid_groups, number_alike
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
-from deepspeed_compress.backends.optimizers import unwrap
 from deepspeed_compress.backends.sessions import Attached, Config, attach_session, describe, read_section
-from deepspeed_compress.backends.steps import Scaler, forget_when_cleared
+from deepspeed_compress.backends.steps import Scaler, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
