@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -92,5 +93,15 @@ def warn_without_frozen(weights: WeightReduction, rounded: frozenset[str]) -> No
         text = (
             f"/{SECTION}/weights/frozen: true has no effect, because none of the {len(frozen)} frozen parameters holds "
             "plain numbers of a type that is trained, and is not persistent (allowed: false); remove the key"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=2)
+
+
+def warn_of_evaluation() -> None:
+    """Emit a CompressWarning, on the first rank, that weights are exact, because training is in evaluation mode."""
+    if dist.get_rank() == 0:
+        text = (
+            f"/{SECTION}/weights has no effect, because gradients are reduced while the model is in evaluation mode, "
+            "in which weights are gathered exactly; call train() on it before the forward pass, or remove the key"
         )
         warnings.warn(text, CompressWarning, stacklevel=2)

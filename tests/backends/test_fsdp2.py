@@ -1,6 +1,7 @@
 """Tests of `deepspeed_compress.fsdp2`: FSDP2 programs with and without compression, in the same processes."""
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import deepspeed_compress
+from deepspeed_compress.errors import CompressWarning
 from tests.support import messages
 from tests.support.attached import (
     METHODS_OF_BRANCHES,
@@ -526,6 +528,26 @@ def test_weights_are_rounded_equally_on_all_ranks_and_only_in_training(
         assert all(found["same"])
         assert all(found["rounded"])
         assert all(found["exact"])
+
+
+def warned_in(rank: int, *modes: bool) -> list[str]:
+    """Return the warnings of a run whose steps are in training mode, or in evaluation mode if False."""
+    start()
+    model, optimizer, _ = Setting({"gradients": {"method": "none"}, **WEIGHTS}).build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        for step, training in enumerate(modes):
+            model.train(training)
+            plain(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught if one.category is CompressWarning]
+
+
+def test_training_in_evaluation_mode_warns_once() -> None:
+    [[text], others] = run_forks(2, warned_in, True, False, False)
+    assert "/deepspeed_compress/weights has no effect, because gradients are reduced while the model is in" in text
+    assert others == []
 
 
 class Adapted(Watched):

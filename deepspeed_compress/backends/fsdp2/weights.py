@@ -23,7 +23,7 @@ from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
 from deepspeed_compress.backends.groups import make_group
 from deepspeed_compress.collectives.buckets import Partition, partition_by_owners, select
 from deepspeed_compress.collectives.payload import PendingGather
-from deepspeed_compress.collectives.weight_reduction import WeightReduction
+from deepspeed_compress.collectives.weight_reduction import WeightReduction, warn_of_evaluation
 from deepspeed_compress.compression.segments import Segment, scatter
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
@@ -95,6 +95,7 @@ class Gathers:
         self._group = None if weights is None else make_group(dist.get_process_group_ranks(ranks.shard))
         self._reducer = None if weights is None else cache(weights.rounding_reducer)
         self._shard = ranks.shard
+        self._warned = False
         self.has_rounded = False
         """True if rounded weights may be left on some unit."""
         self._gathers = [_Gather(unit, self, unit.theirs._all_gather_comm) for unit in units if unit.alone]
@@ -102,6 +103,8 @@ class Gathers:
             session.patches.on_undo(partial(gather.unit.module.set_custom_all_gather, gather.theirs))
             gather.unit.module.set_custom_all_gather(gather)
             session.patches.precede(gather.unit.theirs, "pre_forward", self.before_forward)
+            if weights is not None and rounded:
+                session.patches.precede(gather.unit.theirs, "post_backward", partial(self._note_backward, gather.unit))
         if len(self._gathers) < len(units):
             text = f"{SECTION}: weights that are sharded over several meshes in one module are not counted"
             warnings.warn(text, CompressWarning, stacklevel=4)
@@ -120,6 +123,13 @@ class Gathers:
             for gather in self._gathers:
                 gather.forget()
             self.has_rounded = False
+
+    def _note_backward(self, unit: Unit) -> None:
+        """Warn, once per model, if gradients are reduced in evaluation mode, in which all gathers are exact."""
+        exact = not (self._model.training or self.session.dense)
+        if exact and not self._warned and unit.theirs.reduce_grads and unit.with_gradients():
+            self._warned = True
+            warn_of_evaluation()
 
     def check(self) -> None:
         """Check that all rounded weights are still gathered here.

@@ -1,5 +1,6 @@
 """Weights that ZeRO 3 gathers: rounded alike on every rank and in every training gather, and exact everywhere else."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import _PREFETCH, check_weights_3
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, engines, network, run, start, train, weights
 from tests.support.resuming import save_and_resume
@@ -80,6 +81,25 @@ def evaluate_between(rank: int, job: Job, evaluates: bool) -> dict[str, list[flo
     found = weights(engine)
     engine.destroy()
     return found
+
+
+def warned_in(rank: int, *modes: bool) -> list[str]:
+    """Return the warnings of a run whose steps are in training mode, or in evaluation mode if False."""
+    job = replace(ROUNDED, steps=len(modes))
+    engine, batches = start(job), data(rank, job)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        for training, one in zip(modes, batches, strict=True):
+            engine.train(training)
+            run(engine, [one])
+    engine.destroy()
+    return [str(one.message) for one in caught if one.category is CompressWarning]
+
+
+def test_training_in_evaluation_mode_warns_once() -> None:
+    [[text], others] = run_forks(2, warned_in, True, False, False)
+    assert "/deepspeed_compress/weights has no effect, because gradients are reduced while the model is in" in text
+    assert others == []
 
 
 @pytest.mark.parametrize("threshold", [0, 60])

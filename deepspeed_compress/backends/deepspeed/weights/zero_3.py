@@ -28,7 +28,12 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
 from deepspeed_compress.collectives.buckets import partition_by_owners
 from deepspeed_compress.collectives.payload import PendingGather
-from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
+from deepspeed_compress.collectives.weight_reduction import (
+    WeightReduction,
+    find_rounded,
+    warn_of_evaluation,
+    warn_without_frozen,
+)
 from deepspeed_compress.config import CompressedWeights
 from deepspeed_compress.errors import CompressWarning, SeamError, UnsupportedError
 from deepspeed_compress.session.patches import replaced
@@ -90,6 +95,7 @@ def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) ->
     gathers, patches = _Gathers(engine, weights, session), session.patches
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     patches.wrap(coordinator, "fetch_sub_module", gathers.fetch)
+    patches.precede(engine.optimizer, "partition_grads", gathers.note_reduction)
     if not _PREFETCH_KEYS & engine.config.get("zero_optimization", {}).keys():
         patches.replace(coordinator, _PREFETCH, _prefetch_size(engine, coordinator))
     for parameter in engine.module.parameters():
@@ -118,7 +124,7 @@ class _Gathers:
     """Gathers of one engine: compressed while a submodule in training is fetched, except in dense steps."""
 
     def __init__(self, engine: Any, weights: WeightReduction, session: Session) -> None:
-        self._compressing = False
+        self._compressing = self._warned = False
         self._module = engine.module
         self._names = engine.param_names
         self._rounded = rounded_parameters(engine, weights.settings)
@@ -135,6 +141,12 @@ class _Gathers:
             original(current_submodule, forward=forward)
         finally:
             self._compressing = False
+
+    def note_reduction(self) -> None:
+        """Warn, once per engine, if gradients are reduced in evaluation mode, in which all gathers are exact."""
+        if self._rounded and not (self._warned or self._module.training or self._session.dense):
+            self._warned = True
+            warn_of_evaluation()
 
     def gather(self, counted: Any, original: Any, params: Any, *args: Any, **options: Any) -> Any:
         """Run DeepSpeed's `all_gather_coalesced`, apart for the parameters that are rounded if any are now."""
