@@ -100,50 +100,41 @@ class ResidualState:
         return math.sqrt(sum(torch.stack(squares).tolist())) / loss_scale if squares else 0.0
 
     def expect(self, storage: Mapping[str, str]) -> None:
-        """Make the stores of a saved state whose forms are `storage`: see `make_expected`."""
-        make_expected(self._stores, self._config, storage)
+        """Make the stores of a state that is about to be loaded that no settings have requested yet.
+
+        If settings change during the run, later ones will request them. `storage` is the form of each store of the
+        state, by name.
+        """
+        config, gradients = self._config, self._config.gradients
+        if config.adaptive is None and not config.schedule.phases:
+            return
+        kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
+        for name in sorted(storage.keys() - self.by_name.keys()):
+            if kind_of(name) in _OF_SOME:
+                shared = kind_of(name) in SHARED
+                on_host = kept is not None and kept.on_host and not shared
+                self._stores.get(name, storage[name], on_host, scaled=not shared)
 
     def restored(self, same_ranks: bool) -> None:
         """Note that a state was restored; residuals of owners are still to be dropped if other ranks saved it."""
         self._prunes = not same_ranks
 
     def hand_over_means(self, scale: float) -> None:
-        """Move the residuals of means to those of gradients when PowerSGD begins: see `hand_over_means`."""
-        hand_over_means(self._stores, scale)
+        """Add the residuals of means to those of owners' gradients, for PowerSGD, which has no means of matrices.
+
+        `scale` is that of the sums that became means. An owner's gradient is in the sum once, so the residual of a mean
+        divided by the scale is added to the next sum.
+        """
+        stores = self.by_name
+        for name in [name for name in stores if kind_of(name) == "means"]:
+            means, gradients = stores[name], stores.get(full_name("gradients", owner_of(name)))
+            if gradients is not None:
+                for piece, values in list(means.items()):
+                    gradients.add([(piece, values / scale)], values.device)
+                means.clear()
 
     def _prune(self) -> None:
         """Drop the residuals of elements that other ranks own; the first step has shown which they are."""
         for store in self._of(OWNED):
             store.prune()
         self._prunes = False
-
-
-def make_expected(stores: ResidualStores, config: CompressConfig, storage: Mapping[str, str]) -> None:
-    """Make the stores of a state that is about to be loaded that no settings have requested yet.
-
-    If settings change during the run, later ones will request them. `storage` is the form of each store of the state,
-    by name.
-    """
-    gradients = config.gradients
-    if config.adaptive is None and not config.schedule.phases:
-        return
-    kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
-    for name in sorted(storage.keys() - stores.by_name.keys()):
-        if kind_of(name) in _OF_SOME:
-            shared = kind_of(name) in SHARED
-            on_host = kept is not None and kept.on_host and not shared
-            stores.get(name, storage[name], on_host, scaled=not shared)
-
-
-def hand_over_means(stores: ResidualStores, scale: float) -> None:
-    """Add the residuals of means to the residuals of owners' gradients, for PowerSGD, which has no means of matrices.
-
-    `scale` is that of the sums that became means. An owner's gradient is in the sum once, so the residual of a mean
-    divided by the scale is added to the next sum.
-    """
-    for name in [name for name in stores.by_name if kind_of(name) == "means"]:
-        means, gradients = stores.by_name[name], stores.by_name.get(full_name("gradients", owner_of(name)))
-        if gradients is not None:
-            for piece, values in list(means.items()):
-                gradients.add([(piece, values / scale)], values.device)
-            means.clear()

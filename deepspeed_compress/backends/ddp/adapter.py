@@ -232,7 +232,9 @@ class _Buckets:
     def _add(self, parameter: Parameter, gradient: Tensor) -> None:
         place = self._plan.place(parameter)
         if place.batch not in self._open:
-            self._open[place.batch] = self._plan.batches[place.batch].opened(gradient)
+            partition = self._plan.batches[place.batch]
+            flat = gradient.new_empty(partition.numel)
+            self._open[place.batch] = Batch(partition, flat, missing=partition.numel)
         self._open[place.batch].add(place.position, gradient)
         # Send in the order of the plan, on which random numbers depend.
         while len(self._sent) in self._open and not self._open[len(self._sent)].missing:

@@ -65,18 +65,6 @@ class Batch:
         return self.flat[position : position + gradient.numel()].view(gradient.shape)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A batch before any gradient has arrived."""
-
-    partition: Partition
-
-    def opened(self, gradient: Tensor) -> Batch:
-        """Return an empty batch for gradients with the dtype and device of `gradient`."""
-        numel = self.partition.numel
-        return Batch(self.partition, gradient.new_empty(numel), missing=numel)
-
-
 class Plan:
     """Batches of about `size` bytes of the parameters of `target`, last parameter first, as in backward.
 
@@ -85,7 +73,7 @@ class Plan:
 
     def __init__(self, target: Target, size: int) -> None:
         self.ranks = target.group.size()
-        self.batches: list[Layout] = []
+        self.batches: list[Partition] = []
         self._places: dict[int, Place] = {}
         for batch in _divided(target, size):
             sizes = [(name, parameter.numel()) for name, parameter in batch]
@@ -93,7 +81,7 @@ class Plan:
             for _, parameter in batch:
                 self._places[id(parameter)] = Place(len(self.batches), position)
                 position += parameter.numel()
-            self.batches.append(Layout(even_partition(sizes, self.ranks)))
+            self.batches.append(even_partition(sizes, self.ranks))
 
     @property
     def parameters(self) -> int:

@@ -58,14 +58,12 @@ def shared_parameters(engine: Any) -> list[str]:
     Each group reduces its own copy. If the groups compressed them, in different buckets, the copies would drift apart.
     These are weights tied between pipeline stages and, under AutoTP, everything that it does not split.
     """
-    shared = _tied(engine) | _replicated(engine)
+    shared: set[int] = set()
+    if isinstance(engine, PipelineEngine):
+        shared |= {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
+    if tensor_size(engine) > 1:
+        shared |= {id(one) for one in engine.module.parameters() if not is_model_parallel_parameter(one)}
     return [name for parameter, name in engine.param_names.items() if id(parameter) in shared]
-
-
-def _tied(engine: Any) -> set[int]:
-    if not isinstance(engine, PipelineEngine):
-        return set()
-    return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
 
 
 def tied_copies(engine: Any) -> frozenset[str]:
@@ -74,12 +72,6 @@ def tied_copies(engine: Any) -> frozenset[str]:
         return frozenset()
     tied = engine.module.get_tied_weights_and_groups()
     return frozenset(engine.param_names[weight] for weight, group in tied if group.rank() > 0)
-
-
-def _replicated(engine: Any) -> set[int]:
-    if tensor_size(engine) == 1:
-        return set()
-    return {id(parameter) for parameter in engine.module.parameters() if not is_model_parallel_parameter(parameter)}
 
 
 def find_parameters(engine: Any) -> Parameters:

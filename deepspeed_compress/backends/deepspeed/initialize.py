@@ -77,6 +77,7 @@ def _configuration(call: Mapping[str, Any]) -> Any:
     return next((given for given in places if given is not None), None)
 
 
+@groups_restored_on_failure()
 def _initialize(
     original: Callable[..., Any],
     call: dict[str, Any],
@@ -87,13 +88,6 @@ def _initialize(
 
     If this raises, later engines of this process are made as if it had not been tried.
     """
-    with groups_restored_on_failure():
-        return _made_and_attached(original, call, ds_config, wanted)
-
-
-def _made_and_attached(
-    original: Callable[..., Any], call: dict[str, Any], ds_config: dict[str, Any], wanted: Callable[[Any], bool]
-) -> Any:
     config = parse_section(ds_config)
     call = {**call, "config": expand(ds_config, config)}
     call.pop("config_params", None)

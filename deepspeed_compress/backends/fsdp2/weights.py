@@ -37,17 +37,17 @@ class _Pending(Protocol):
 
 
 class _Waited(dist.Work):
-    """A gather in progress, in the form that FSDP2 waits for."""
+    """Gathers in progress, in the form that FSDP2 waits for."""
 
-    def __init__(self, pending: _Pending) -> None:
+    def __init__(self, pending: Sequence[_Pending]) -> None:
         super().__init__()
-        self._pending: _Pending | None = pending
+        self._pending = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            with torch.no_grad():
-                pending.wait()
+        pending, self._pending = self._pending, ()
+        with torch.no_grad():
+            for part in pending:
+                part.wait()
         return True
 
 
@@ -64,17 +64,6 @@ class _Part:
         if self.pending is not None:
             self.pending.wait()
         scatter(self.values, self.segments, self.output)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The gathers of all parts of a buffer."""
-
-    parts: Sequence[_Part]
-
-    def wait(self) -> None:
-        for part in self.parts:
-            part.wait()
 
 
 class Gathers:
@@ -186,10 +175,10 @@ class _Gather(AllGather):
         mine = output_tensor[group.rank() * input_tensor.numel() :][: input_tensor.numel()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        pending = self._start(output_tensor, group)
+        pending = _Waited(self._start(output_tensor, group))
         if output_tensor.device.type == "cpu":
             # Only this lets the gather overlap with computation.
-            return _Waited(pending)
+            return pending
         pending.wait()
         return None
 
@@ -197,15 +186,15 @@ class _Gather(AllGather):
         self._gathers.session.meter.count("bytes_weights", mine.nbytes * (group.size() - 1))
         return self.theirs(output, mine, group, async_op)
 
-    def _start(self, output: Tensor, group: ProcessGroup) -> _Pending:
+    def _start(self, output: Tensor, group: ProcessGroup) -> Sequence[_Pending]:
         """Start to gather `output`, of which this rank's part is there."""
         exact, rounded, partition = self._split
         if not exact:
-            return self._gathers.start(output, partition)
+            return [self._gathers.start(output, partition)]
         mine = _copy(output, [segment for segment in exact if segment.owner == group.rank()])
         every, values = output.new_empty(mine.numel() * group.size()), _copy(output, rounded)
         first = _Part(self._exact(every, mine, group, async_op=True), every, exact, output)
-        return _Parts([first, _Part(self._gathers.start(values, partition), values, rounded, output)])
+        return [first, _Part(self._gathers.start(values, partition), values, rounded, output)]
 
     def forget(self) -> None:
         """Reshard the weights if the gathered ones are rounded."""
