@@ -57,16 +57,17 @@ def find_place_in(whole: ProcessGroup, config: CompressConfig) -> Position:
     return Position(whole.rank(), whole.size(), 0, 1, node_size=len(nodes[0]) if nodes else 1)
 
 
-def find_place_among(whole: ProcessGroup | None, config: CompressConfig) -> Position | None:
-    """Return this rank's position among all ranks of the job, which form groups like `whole`.
+def find_place_among(
+    whole: ProcessGroup | None, config: CompressConfig, island: Sequence[int] | None = None
+) -> Position | None:
+    """Return this rank's position among all ranks of the job, which form groups like `whole`; None if that is None.
 
-    Returns None if `whole` is None.
-
-    All ranks of the job must call this.
+    All ranks of the job must call this. If the global ranks of this rank's `island` are given, only groups of this
+    island count, because each island has its own files.
     """
     mine: tuple[int, ...] = () if whole is None else tuple(dist.get_process_group_ranks(whole))
-    found = gather_objects(mine)
-    groups = sorted(set(found) - {()})
+    every = set(gather_objects(mine)) - {()}
+    groups = sorted(group for group in every if island is None or group[0] in island)
     if whole is None:
         return None
     return replace(find_place_in(whole, config), group=groups.index(mine), groups=len(groups))

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,6 +55,12 @@ class StepFollower(Protocol):
 
     def forget(self) -> None:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
+
+
+def forget_if_cleared(steps: StepFollower, parameters: Iterable[nn.Parameter]) -> None:
+    """Have `steps` forget what was reduced if the program has removed the gradients of all `parameters` itself."""
+    if steps.reduced and all(parameter.grad is None for parameter in parameters):
+        steps.forget()
 
 
 def forget_when_cleared(module: nn.Module, steps: StepFollower, patches: Patches) -> None:

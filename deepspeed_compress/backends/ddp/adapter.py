@@ -21,7 +21,7 @@ from deepspeed_compress.backends.ddp.batches import Batch, Plan, Unused
 from deepspeed_compress.backends.groups import find_place_in
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, describe, read_section
-from deepspeed_compress.backends.steps import Scaler, forget_when_cleared, unwrap
+from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.config import SECTION, CompressConfig
@@ -173,9 +173,7 @@ def _before_forward(
         raise UnsupportedError(
             "join() cannot be combined with compressed gradients: give all ranks the same number of steps"
         )
-    if attached.steps.reduced and all(parameter.grad is None for parameter in parameters):
-        # The program removed them itself.
-        attached.steps.forget()
+    forget_if_cleared(attached.steps, parameters)
 
 
 class _Buckets:

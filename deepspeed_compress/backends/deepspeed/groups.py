@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
-from deepspeed_compress.backends.groups import ranks_per_node, split_by_node
+from deepspeed_compress.backends.groups import find_place_among, ranks_per_node, split_by_node
 from deepspeed_compress.collectives.gloo import is_gloo
 from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.objects import gather_objects
@@ -74,21 +74,10 @@ def _all_groups(group: ProcessGroup) -> list[tuple[int, ...]]:
 
 
 def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | None = None) -> Position:
-    """Return the position of this rank among all data-parallel groups, which names its files. Collective.
-
-    Args:
-        engine: the engine.
-        config: the section.
-        island: the global ranks of this rank's island. If given, only groups of this island count, because each island
-            has its own files.
-    """
-    groups, rank = _all_groups(reduction_group(engine)), dist.get_rank()
-    if island is not None:
-        groups = [group for group in groups if group[0] in island]
-    number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
-    on_node = ranks_per_node(config)
-    nodes = split_by_node(mine, on_node, dist.get_world_size()) if on_node else [(rank,)]
-    return Position(mine.index(rank), len(mine), number, len(groups), node_size=len(nodes[0]))
+    """Return the position of this rank among all data-parallel groups, which names its files. Collective."""
+    position = find_place_among(reduction_group(engine), config, island)
+    assert position is not None, "every rank of an engine reduces gradients"
+    return position
 
 
 def make_groups(engine: Any, config: CompressConfig) -> Groups:

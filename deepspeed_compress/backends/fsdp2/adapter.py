@@ -22,7 +22,7 @@ from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
 from deepspeed_compress.backends.groups import find_place_in, make_group, make_groups, make_hybrid_groups, number_alike
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, attach_session, describe, read_section
-from deepspeed_compress.backends.steps import Scaler, forget_when_cleared, unwrap
+from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
@@ -199,10 +199,7 @@ def _check(checks: Sequence[Callable[[], None]], model: nn.Module, inputs: objec
 
 
 def _forget_cleared(attached: Attached, units: Sequence[Unit]) -> None:
-    """Discard the reductions of the running step if the program has removed all gradients itself."""
-    gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
-    if attached.steps.reduced and all(gradient is None for gradient in gradients):
-        attached.steps.forget()
+    forget_if_cleared(attached.steps, (one.sharded_param for unit in units for _, one in unit.parameters()))
 
 
 def _figures(divided: _Divided, session: Session) -> list[str]:
