@@ -116,11 +116,12 @@ class Session:
         """Mean losses of all ranks; None if the policy does not observe them."""
         self.watch = None if config.auto is None else StepWatch(device)
         """Stopwatch of the steps; None if the policy does not compare them."""
-        self._prober = None
+        self.prober: Prober | None = None
+        """Measurements of candidates; None if the policy does not adapt."""
         if self.policy.adaptation is not None:
-            self._prober = Prober(self.policy.adaptation.selector, self.parameters, device, engine.deciding)
+            self.prober = Prober(self.policy.adaptation.selector, self.parameters, device, engine.deciding)
         self.gradients = GradientReductions(
-            config, self._settings, self.reductions, self.residuals, self.run, self._prober
+            config, self._settings, self.reductions, self.residuals, self.run, self.prober
         )
         """Reductions of gradient buckets."""
         self.exact: ExactWeights | None = None
@@ -249,8 +250,8 @@ class Session:
         seen = self._observe(finished, timed_ms)
         self._report(seen, finished, step_ms)
         actions = self.policy.observe(seen)
-        if self._plan.probe and self._prober is not None:
-            self._adapt(self._prober, finished, timed_ms)
+        if self._plan.probe and self.prober is not None:
+            self._adapt(self.prober, finished, timed_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
         if self.watch is not None:

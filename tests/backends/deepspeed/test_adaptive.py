@@ -21,7 +21,7 @@ def follow(rank: int, job: Job, slow_from: int | None = None) -> tuple[list[str]
     The link becomes slow after step `slow_from`; it is measured if that is None.
     """
     engine, settings = start(job), []
-    prober = engine.compression._inputs.prober
+    prober = engine.compression.prober
     measure = prober.measure
 
     def measured(*args: Any) -> Any:

@@ -14,10 +14,10 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext, Reductions
 from deepspeed_compress.compression.residual_stores import ResidualStores
-from deepspeed_compress.config import brief, parse_section
+from deepspeed_compress.config import CompressConfig, brief, parse_section
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.policy import WeightCosts
-from deepspeed_compress.session.residual_state import hand_over_means, make_expected
+from deepspeed_compress.session.residual_state import ResidualState
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import FP16, NO_MOMENTUM
@@ -43,7 +43,7 @@ def wanted(table: Mapping[int, str], step: int) -> str:
 
 def steer(engine: Any) -> None:
     """Replace measurements, so that all candidates except the intended one are slow."""
-    prober, adaptive = engine.compression._prober, engine.compression.policy.adaptation.selector
+    prober, adaptive = engine.compression.prober, engine.compression.policy.adaptation.selector
     measure = prober.measure
 
     def measured(*args: Any) -> Any:
@@ -176,7 +176,7 @@ def take_turns(everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
             settings = parse_section({"deepspeed_compress": {"gradients": {**EXACT, **turn}}}).gradients
             found, last = reductions.at(settings, number), number == len(TURNS) * steps
             if number and number % steps == 0 and turn.get("method") == "powersgd":
-                hand_over_means(stores, 1 / ranks)
+                ResidualState(stores, CompressConfig()).hand_over_means(1 / ranks)
             bucket = torch.randn(partition.numel, generator=generator)
             put += bucket
             reducer = found.flushing if last else found.compressed
@@ -216,14 +216,15 @@ def test_memories_of_a_state_are_made_where_settings_may_ask_for_them() -> None:
     section = {"gradients": {"bits": 4, "error_feedback": {"device": "cpu"}}}
     for adaptive, made in (({}, {"gradients", "means", "factors"}), (None, set())):
         stores = ResidualStores(True)
-        make_expected(stores, parse_section({"deepspeed_compress": {**section, "adaptive": adaptive}}), saved)
+        ResidualState(stores, parse_section({"deepspeed_compress": {**section, "adaptive": adaptive}})).expect(saved)
         assert stores.by_name.keys() == made
 
 
 def test_factors_follow_no_loss_scale_and_stay_on_the_accelerator() -> None:
     stores = ResidualStores(False)
     section = {"gradients": {"error_feedback": {"device": "cpu"}}, "adaptive": {}}
-    make_expected(stores, parse_section({"deepspeed_compress": section}), {"factors": "fp32", "means": "int8"})
+    state = ResidualState(stores, parse_section({"deepspeed_compress": section}))
+    state.expect({"factors": "fp32", "means": "int8"})
     factors, means = stores.by_name["factors"], stores.by_name["means"]
     assert (factors.dtype, factors.scaled, factors.on_host) == ("fp32", False, False)
     assert (means.dtype, means.scaled, means.on_host) == ("int8", True, True)
@@ -243,7 +244,7 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
 
     policy.observe = observed
     follow(engine, data(rank, job))
-    adaptive, seen = policy.adaptation.selector, session._inputs.prober.last_seen
+    adaptive, seen = policy.adaptation.selector, session.prober.last_seen
     predicted = {brief(one): sum(row) for one, row in zip(adaptive.candidates, seen.sizes, strict=True)}
     predicted_of_weights = zip(map(brief, adaptive.weights), seen.weights.sizes, strict=True)
     return gradients, of_weights, predicted, dict(predicted_of_weights)

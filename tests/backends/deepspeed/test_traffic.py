@@ -185,7 +185,7 @@ def evaluate(engine: Any) -> None:
 def surveyed(engine: Any) -> list[Sizes]:
     """Return a list that receives this rank's counts of each measured step."""
     counted: list[Sizes] = []
-    reporter = engine.compression._records.reporter
+    reporter = engine.compression._reporter
     survey = reporter._byte_report
 
     def noted(sizes: Sizes) -> Any:

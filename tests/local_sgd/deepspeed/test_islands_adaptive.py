@@ -48,8 +48,8 @@ def measured_links(rank: int) -> Iterator[None]:
         assert group.size() == 2
         return [size * (1e-2 if rank >= 2 else 1e-12) for size in sizes]
 
-    def waiting(self: Any, group: Any, waited: float, step: float) -> Any:
-        return measure(self, group, 1e3, step)
+    def waiting(self: Any, group: Any, waited: float, step: float, traffic: Any) -> Any:
+        return measure(self, group, 1e3, step, traffic)
 
     with mock.patch.object(probing, "link_seconds", seconds), mock.patch.object(probing.Prober, "measure", waiting):
         yield
@@ -104,9 +104,9 @@ def measured(rank: int, job: Job) -> list[float]:
         with meter.phase("communicate", engine.device):
             clock.late += DAY if step == 8 else 0.0
 
-    def recorded(self: Any, group: Any, seconds: float, step: float) -> Any:
+    def recorded(self: Any, group: Any, seconds: float, step: float, traffic: Any) -> Any:
         waited.append(seconds)
-        return measure(self, group, seconds, step)
+        return measure(self, group, seconds, step, traffic)
 
     exchange.step_ended = slowly
     with (
