@@ -126,7 +126,7 @@ TABLE = {
     ),
     "backends.deepspeed.rollout": allow("config errors monitor session.patches", "torch", lazily="rollout"),
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
-    "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
+    "backends.deepspeed.optimizer_step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
         "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state safe_files "
         "compression.state_description config errors session transport.client",

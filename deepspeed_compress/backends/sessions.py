@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.backends.groups import make_groups
 from deepspeed_compress.backends.limits import check_alike, check_torch
-from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
+from deepspeed_compress.backends.steps import Scaler, StepFollower, TorchSteps
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
@@ -169,6 +169,6 @@ def attach_session(
     """
     session = make_session(engine, Patches())
     with session.patches.undone_on_failure():
-        steps = Steps(session, optimizer, scaler)
+        steps = TorchSteps(session, optimizer, scaler)
         steps.begin(0)
     return Attached(session, steps, Place(dist.get_rank(engine.group), position, engine.device, engine.group))

@@ -91,7 +91,7 @@ def _clear(steps: StepFollower, zero_grad: Callable[..., None], *args: Any, **op
     steps.forget()
 
 
-class Steps:
+class TorchSteps:
     """Reports to `session` how every step of `optimizer` ended.
 
     `count` is the number of finished steps, including skipped ones. A step is finished when the optimizer has stepped.

@@ -89,7 +89,7 @@ class BackgroundCheckpoints(Protocol):
         """Save on SIGTERM from now on, and report to `tell` whether it does, now and whenever that changes."""
 
 
-class StepFollower(Protocol):
+class SwitchedPart(Protocol):
     """Part of an engine that works in another way if the engine is left alone in a step."""
 
     def follow(self, alone: bool) -> None:

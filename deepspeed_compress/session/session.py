@@ -21,7 +21,7 @@ from deepspeed_compress.session.engine import (
     BackgroundCheckpoints,
     EngineDescription,
     IslandExchanges,
-    StepFollower,
+    SwitchedPart,
 )
 from deepspeed_compress.session.gradients import GradientReductions, StepSettings
 from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run, of_first
@@ -133,7 +133,7 @@ class Session:
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._weight_traffic = WeightTraffic()
-        self._followers: list[StepFollower] = []
+        self._switched: list[SwitchedPart] = []
         self._exchange_ms = 0.0
         """Milliseconds that the running step, if it is measured, has waited for other islands."""
 
@@ -234,9 +234,9 @@ class Session:
         if self.losses is not None:
             self.losses.report(value)
 
-    def on_step(self, follower: StepFollower) -> None:
-        """Have `follower` prepare for every step from now on."""
-        self._followers.append(follower)
+    def on_step(self, part: SwitchedPart) -> None:
+        """Have `part` prepare for every step from now on."""
+        self._switched.append(part)
 
     def finish(self, finished: FinishedStep) -> bool:
         """Finish a step: update residuals, report, decide, and begin the next step. Collective.
@@ -304,8 +304,8 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._settings.begin(step)
-        for follower in self._followers:
-            follower.follow(self.alone)
+        for part in self._switched:
+            part.follow(self.alone)
         scale = self.gradients.scale
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and scale is not None:
             self.residuals.hand_over_means(scale)
@@ -357,8 +357,8 @@ class Session:
     def _can_switch(self) -> bool:
         """Return True if the next step may be compressed if this one was not, or the reverse; warn if not."""
         try:
-            for follower in self._followers:
-                follower.check()
+            for part in self._switched:
+                part.check()
         except SeamError as error:
             text = f"/{SECTION}/auto: the comparison ends, and this run continues as it is, because {error}"
             warnings.warn(text, CompressWarning, stacklevel=2)

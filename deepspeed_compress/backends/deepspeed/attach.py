@@ -28,10 +28,10 @@ from deepspeed_compress.backends.deepspeed.limits import find_limits
 from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
+from deepspeed_compress.backends.deepspeed.optimizer_step import OptimizerStep
 from deepspeed_compress.backends.deepspeed.passes import follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
-from deepspeed_compress.backends.deepspeed.step import Steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights
@@ -152,8 +152,8 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
         attach_activations(engine, config.activations, session.run, patches)
     participants = (saving, islands, CompressionState(engine, session), Resharding(engine, config))
     attach_participants(engine, [one for one in participants if one is not None], patches)
-    steps = Steps(engine, session, norms, weight_bytes, stop_counting, nodes, rollout)
-    patches.wrap(engine, "_take_model_step", steps.take)
+    step = OptimizerStep(engine, session, norms, weight_bytes, stop_counting, nodes, rollout)
+    patches.wrap(engine, "_take_model_step", step.take)
     attach_heartbeat(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)

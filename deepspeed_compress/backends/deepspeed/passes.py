@@ -1,7 +1,7 @@
 """Losses and times of the passes of DeepSpeed engines.
 
 Losses come from `backward`, or from a pipeline's `train_batch`, which returns the mean. Times, for `auto`, are those of
-forward and backward passes; `Steps` adds the optimizer step.
+forward and backward passes; `OptimizerStep` adds its own part.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def _backward(losses: Losses, original: Callable[..., Any], loss: Any, *args: An
 
 
 def watch_steps(engine: Any, watch: StepWatch, patches: Patches) -> None:
-    """Let `watch` run during the passes of `engine` until `patches` are undone. `Steps` adds the optimizer step.
+    """Let `watch` run during the passes of `engine` until `patches` are undone. `OptimizerStep` adds its own part.
 
     The time of a pipeline runs through all of `train_batch`, in which stages wait for each other. A backward pass that
     is not begun by `engine.backward` counts until the next forward pass or the optimizer step.

@@ -41,7 +41,7 @@ STEPS = (
     "backends.deepspeed.attach.attach_islands",
     "local_sgd.deepspeed.divided.copy_weights",
     "local_sgd.deepspeed.divided.FixedExchange",
-    "backends.deepspeed.attach.Steps",
+    "backends.deepspeed.attach.OptimizerStep",
     "backends.deepspeed.attach.attach_heartbeat",
     "backends.deepspeed.attach.announce",
     "backends.deepspeed.initialize.resume_newest",

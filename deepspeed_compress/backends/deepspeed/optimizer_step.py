@@ -15,7 +15,7 @@ from deepspeed_compress.session.session import Session
 
 
 @dataclass(frozen=True)
-class Steps:
+class OptimizerStep:
     """Replacement for the optimizer step, which reports every outcome to the session and carries out its decisions.
 
     Attributes:
