@@ -69,8 +69,7 @@ class Description:
         layouts: by store, the parameter ranges of each of its messages, in the order of the tensors "NAME/0", "NAME/1"
             ...
         bases: by store, the basis of each of its messages (see `transforms.described`).
-        save: name of the save, which the engine's files contain, too; empty without such files, and in files of earlier
-            versions of this package.
+        save: name of the save, which the engine's files contain, too; empty without such files.
     """
 
     version: int
@@ -88,7 +87,7 @@ class Description:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the JSON fields. An empty `save` is left out, since digests of earlier versions do not cover it."""
+        """Return the JSON fields. An empty `save` is left out."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("save", "")}
 
 

@@ -133,14 +133,14 @@ def check_save(found: Iterable[tuple[Path, Description]], step: int | None, save
     """Raise StateError if the files `found` were left by an earlier save of the same tag.
 
     Args:
-        found: the files and their descriptions. Earlier versions of this package did not name the save.
+        found: the files and their descriptions.
         step: step of the engine's files of the checkpoint; None if it has none.
         save: name of the save in the engine's files; empty if it was without this package.
     """
     if step is None:
         return
     for file, saved in found:
-        if saved.step != step or saved.save not in ("", save):
+        if (saved.step, saved.save) != (step, save):
             raise StateError(
                 f"{file.with_suffix('.json')} was left by an earlier save of this tag, after step {saved.step}: "
                 f"DeepSpeed's files next to it were saved after step {step}, without a state of compression"

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_compress import StateError
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state import VERSION
-from deepspeed_compress.compression.state_description import Moment, Position, read_description
+from deepspeed_compress.compression.state_description import Moment, Position
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.messages import caught_warnings
@@ -178,29 +177,6 @@ def test_a_state_that_an_earlier_save_of_the_tag_has_left_is_not_read(steps, sec
     for texts, after in run_forks(2, load, str(tmp_path), {**INT4, "on_missing_state": "reset"}):
         assert "earlier save of this tag" in texts[0]
         assert after == {"gradients": [], "means": []}
-
-
-def forget_names(directory: Path) -> None:
-    """Make a checkpoint one of an earlier version of this package, which did not name the save."""
-    for rank in range(2):
-        file = json_of(directory, rank)
-        named = read_description(file.with_suffix(".safetensors"))
-        digest = state._digest(file.with_suffix(".safetensors"), replace(named, save=""))
-        fields = {**json.loads(file.read_text()), "sha256": digest}
-        file.write_text(json.dumps({name: value for name, value in fields.items() if name != "save"}))
-    [states] = directory.rglob("mp_rank_*_model_states.pt")
-    content = torch.load(states, weights_only=False)
-    del content["deepspeed_compress_save"]
-    torch.save(content, states)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_loaded_and_its_step_is_compared(tmp_path):
-    saved = run_forks(2, save, str(tmp_path))
-    forget_names(tmp_path)
-    assert run_forks(2, load, str(tmp_path)) == [([], residuals) for residuals in saved]
-    run_forks(2, save_alone, str(tmp_path), "global_step2", 3, None)
-    with pytest.raises(RankError, match=r"after step 2: .* after step 3"):
-        run_forks(2, load, str(tmp_path))
 
 
 def states_of(rank: int, directory: str) -> list[str]:
