@@ -29,7 +29,7 @@ ENGINE = PACKAGE + "backends.deepspeed."
 STEPS = (
     "backends.deepspeed.initialize.divide_call",
     "backends.deepspeed.division._tensor_group",
-    "backends.deepspeed.divided_calls._check_tensor",
+    "backends.deepspeed.division._check_tensor",
     "backends.deepspeed.initialize.keep_file_order",
     "backends.deepspeed.initialize.attach_section",
     "backends.deepspeed.checks.check_ownership",
