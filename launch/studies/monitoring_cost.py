@@ -1,6 +1,6 @@
 """Measure what monitoring and steering cost at the end of a step, relative to the whole step.
 
-    torchrun --nproc_per_node 2 launch/studies/monitoring_cost.py --steps 200
+    torchrun --nproc_per_node 2 -m launch.studies.monitoring_cost --steps 200
 
 Each setting has an engine of the same model, and the engines take steps in turn, so that other load on the machine
 affects all of them alike. Ranks synchronize before the clock starts, so that late ranks do not count. Processor time is

@@ -21,6 +21,7 @@ from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.search import Candidate, Job
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.planner.sweep import KINDS, over_network
+from deepspeed_compress.tools.plots import new_figure, save_figure
 from launch.studies.harness import new_parser
 
 MODELS: Mapping[str, Model] = {
@@ -125,14 +126,12 @@ def _cells(gains: Sequence[float | None]) -> Iterator[str]:
 
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Draw the gains of compression as a table with colors, with one panel for each type of GPU."""
-    from matplotlib.figure import Figure
-
     types = list(dict.fromkeys(row.gpu for row in rows))
     tallest = max(sum(row.gpu == gpu for row in rows) for gpu in types)
-    figure = Figure(figsize=(4.6 * len(types), 1.1 + 0.3 * tallest), layout="constrained", facecolor="white")
+    figure = new_figure(4.6 * len(types), 1.1 + 0.3 * tallest)
     for axes, gpu in zip(figure.subplots(1, len(types), squeeze=False)[0], types, strict=True):
         _draw_panel(axes, gpu, [row for row in rows if row.gpu == gpu])
-    figure.savefig(file, dpi=85)
+    save_figure(figure, file)
 
 
 def _draw_panel(axes: Any, gpu: str, rows: Sequence[Row]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.tools.plots import new_figure, save_figure
 from deepspeed_compress.tools.time_to_loss import time_to
 from launch.studies.harness import new_parser
 
@@ -61,10 +62,8 @@ def _seconds(line: Line, step: float) -> float:
 
 def draw(lines: Sequence[Line], file: Path) -> None:
     """Plot the losses until each line reaches the last loss of the first one, and mark that time."""
-    from matplotlib.figure import Figure
-
     goal = lines[0]["held_out"][-1][1]
-    figure = Figure(figsize=(8, 5.6), layout="constrained", facecolor="white")
+    figure = new_figure(8, 5.6)
     axes = figure.add_subplot()
     for line, color in zip(lines, COLORS, strict=True):
         _draw_line(axes, line, goal, color)
@@ -77,7 +76,7 @@ def draw(lines: Sequence[Line], file: Path) -> None:
     axes.tick_params(labelsize=17)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=19, loc="upper right", title="time to the same loss", title_fontsize=19)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)
 
 
 def _draw_line(axes: Any, line: Line, goal: float, color: str) -> None:

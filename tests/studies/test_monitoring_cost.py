@@ -21,7 +21,7 @@ def test_the_cost_of_every_setting_is_measured(port: str) -> None:
 def milliseconds_at_the_end(port: str) -> list[float]:
     """Return the milliseconds at the end of a step, with every setting."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-    program = [port, "launch/studies/monitoring_cost.py", "--steps", "10"]
+    program = [port, "-m", "launch.studies.monitoring_cost", "--steps", "10"]
     done = subprocess.run([*launcher, *program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if ", this costs " in line]
