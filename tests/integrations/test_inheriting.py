@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.integrations import install
-from deepspeed_compress.integrations.install import INHERIT
+from deepspeed_compress.integrations.install import _DIRECTORY, INHERIT
 from deepspeed_compress.tools import run
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +48,7 @@ def test_processes_that_a_program_starts_are_followed(way: str, tmp_path: Path) 
 
 def test_the_path_alone_changes_nothing_and_another_sitecustomize_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 1\n")
-    path = os.pathsep.join([install._DIRECTORY, str(tmp_path), str(ROOT)])
+    path = os.pathsep.join([_DIRECTORY, str(tmp_path), str(ROOT)])
     show = f"{HOOKED}; print(customized, 'deepspeed_compress' in sys.modules, sys.modules['sitecustomize'].__file__)"
     found = start("-c", show, PYTHONPATH=path)
     assert found.stdout == f"False\n1 False {tmp_path / 'sitecustomize.py'}\n"
