@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.bench.comm import RANK_PROGRAM, table_of, verdicts
+from deepspeed_compress.tools.bench.comm import RANK_PROGRAM, crossover_table, verdicts
 from deepspeed_compress.tools.bench.comm_rank import BITS
 from deepspeed_compress.tools.bench.jobs import LaunchedRanks
 from tests.support.forks import run_forks
@@ -34,7 +34,7 @@ ROW = {
 def test_the_table_has_a_line_for_each_size() -> None:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(table_of(ROW))
+        console.print(crossover_table(ROW))
     text = capture.get()
     assert "tensor, 2 ranks at 1gbit" in text
     assert " ".join(text.split("100,000")[1].split()[:5]) == "10.00 6.00 40% 12.00 -20%"
