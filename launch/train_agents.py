@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deepspeed_compress.launcher.fork_server import die_with
+from deepspeed_compress.launcher.workers import die_with
 from deepspeed_compress.tools.bench.hosts import end_groups, signals_as_exceptions
 from deepspeed_compress.tools.plots import COLOURS, check_plotting, style_axes
 from launch.agents.sums import LAYERS, make_model, save, teach

@@ -4,15 +4,15 @@ Writer processes outlive their ranks, possibly for long on a busy machine becaus
 work must not interfere with the files of the ranks that follow, which save the same tags again.
 """
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.file_locks import lock
 
 _FILE = ".deepspeed_compress_start"
 _LENGTH = 32
@@ -44,7 +44,7 @@ class Claim:
             if not self._is_ours(descriptor):
                 os.pwrite(descriptor, self.start.encode(), 0)
                 # Other processes notice it at their next file. Wait for those that are about to rename one.
-                _lock(descriptor, fcntl.LOCK_EX)
+                lock(descriptor)
         finally:
             os.close(descriptor)
 
@@ -62,7 +62,7 @@ class Claim:
             yield
             return
         try:
-            _lock(descriptor, fcntl.LOCK_SH)
+            lock(descriptor, shared=True)
             if not self._is_ours(descriptor):
                 raise StateError(
                     f"{self.place}: another start of the job has claimed it: a later one, or an earlier one if this "
@@ -83,9 +83,3 @@ class Claim:
 
     def _is_ours(self, descriptor: int) -> bool:
         return os.pread(descriptor, _LENGTH, 0) == self.start.encode()
-
-
-def _lock(descriptor: int, kind: int) -> None:
-    """Lock the file. On a file system without locks, the check of a claim may be outdated by one file."""
-    with suppress(OSError):
-        fcntl.flock(descriptor, kind)

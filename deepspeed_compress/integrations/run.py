@@ -27,8 +27,8 @@ from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, U
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.integrations.install import inheriting, install
 from deepspeed_compress.integrations.launch import find_uncompressed
-from deepspeed_compress.launcher.failures import EXIT_PERMANENT, RankError, record_error
-from deepspeed_compress.launcher.heartbeat import AGENT
+from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, RankError, record_error
+from deepspeed_compress.launcher.workers import die_with_agent
 
 USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m] SCRIPT ..."
 _SECTION = "--section="
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     At the end, the first rank issues a CompressWarning if nothing was compressed, unless only help was asked for, or
     `arguments` name a DeepSpeed configuration without the section.
     """
+    die_with_agent()
     given = list(arguments)
     # DeepSpeed's launcher puts its option first, but a program expects it right after the script.
     injected = [given.pop(0)] if given[:1] and given[0].startswith("--local_rank=") else []

@@ -1,17 +1,21 @@
-"""Heartbeats of ranks: each engine of a rank writes a few numbers into its own file in a directory of its agent.
+"""Reports of ranks to their agent, in files of a directory of the agent: heartbeats, and the error that ended a rank.
 
-It writes them after each step and before each forward pass, and the agent reads them. Writing takes one system
-call on memory, and a failure to write is ignored.
+Each engine of a rank writes a few numbers into its own file, after each step and before each forward pass, and the
+agent reads them: ranks without a new heartbeat hang. Writing takes one system call on memory, and a failure to write is
+ignored.
 """
 
-import contextlib
+import json
 import os
 import struct
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from deepspeed_compress.safe_files import read_text, write_json
 
 AGENT = "DS_COMPRESS_AGENT"
 """Environment variable of ranks that an agent has started: the directory of their heartbeats."""
@@ -21,6 +25,8 @@ MEMORY = "DS_COMPRESS_MEMORY_DIR"
 """Environment variable: a directory in memory that exists as long as the job on this host."""
 HOSTS = "DS_COMPRESS_HOSTS"
 """Environment variable: addresses of the hosts, by node rank, as a JSON list."""
+EXIT_PERMANENT = 78
+"""Exit code of a rank whose configuration is invalid, so that no restart can help (EX_CONFIG of sysexits.h)."""
 _FORMAT = struct.Struct("<dqq")
 
 
@@ -70,7 +76,7 @@ class HeartbeatWriter:
 
     def _write(self, now: float) -> None:
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.pwrite(self._descriptor, _FORMAT.pack(now, self._steps, self._saves), 0)
 
     def close(self) -> None:
@@ -88,10 +94,10 @@ def read_heartbeat(directory: Path, rank: int) -> Heartbeat | None:
 
 def read_latest(files: Iterable[Path]) -> Heartbeat | None:
     """Return the latest heartbeat in `files`; None without any."""
-    found = [_FORMAT.unpack(content) for file in files if len(content := _content(file)) == _FORMAT.size]
-    if not found:
+    heartbeats = [_FORMAT.unpack(content) for file in files if len(content := _content(file)) == _FORMAT.size]
+    if not heartbeats:
         return None
-    times, steps, saves = zip(*found, strict=True)
+    times, steps, saves = zip(*heartbeats, strict=True)
     return Heartbeat(max(times), max(steps), any(saves))
 
 
@@ -104,3 +110,40 @@ def _content(file: Path) -> bytes:
 
 def _prefix(rank: int) -> str:
     return f"rank_{rank:05d}_"
+
+
+@dataclass(frozen=True, order=True)
+class RankError:
+    """Error that ended a rank, unless the rank had only lost another one.
+
+    Attributes:
+        time: time of the error, in seconds since the epoch.
+        rank: the rank.
+        file: file with the whole traceback; "" if it could not be written.
+        lines: the last lines of the traceback.
+    """
+
+    time: float
+    rank: int
+    file: str
+    lines: str
+
+    def describe(self) -> str:
+        """Return a text that names the rank, and shows the end of the traceback."""
+        clock, file = time.strftime("%H:%M:%S", time.localtime(self.time)), self.file and f" (traceback: {self.file})"
+        return f"rank {self.rank} failed at {clock}{file}:\n{self.lines}"
+
+
+def record_error(directory: Path, error: RankError) -> None:
+    """Tell the agent, which owns `directory`, why this rank ends."""
+    with suppress(OSError):
+        write_json(directory / f"error_{error.rank:05d}.json", asdict(error), private=True)
+
+
+def first_error(directory: Path) -> RankError | None:
+    """Return the earliest error of the ranks that an agent has started with `directory`; None without any."""
+    errors: list[RankError] = []
+    for file in directory.glob("error_*.json"):
+        with suppress(OSError, ValueError, TypeError):
+            errors.append(RankError(**json.loads(read_text(file))))
+    return min(errors, default=None)

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from deepspeed_compress.launcher.directory import JobDirectory
-from deepspeed_compress.launcher.failures import EXIT_PERMANENT, first_error
-from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
-from deepspeed_compress.launcher.host_resources import HostStart, ReservedPort, Slots, remove_shared_memory
+from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, HOSTS, MEMORY, RESUME, first_error
+from deepspeed_compress.launcher.host_resources import (
+    HostStart,
+    JobDirectory,
+    ReservedPort,
+    Slots,
+    remove_shared_memory,
+)
 from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR, Message
 from deepspeed_compress.launcher.supervisor import FAILED, LOST_AFTER, SIGNALLED
 from deepspeed_compress.launcher.workers import Ended, Workers, describe_end
@@ -82,7 +86,6 @@ class Agent:
                     self._run_once()
                 return self._code
             finally:
-                self._workers.signal(signal.SIGKILL)
                 self._workers.close()
                 self._port.release()
                 remove_shared_memory(self._rendezvous)

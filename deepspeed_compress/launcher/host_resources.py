@@ -1,14 +1,21 @@
-"""Resources of one host for the ranks of a start: slots, heartbeats, a reserved port, and shared memory."""
+"""Resources of one host for the ranks of a job: a directory, slots, heartbeats, a reserved port, and shared memory."""
 
+import os
+import shutil
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepspeed_compress.file_locks import lock
 from deepspeed_compress.launcher.heartbeat import Heartbeat, read_heartbeat
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX, _UNFINISHED_PREFIX = "ds_compress_", ".ds_compress_"
+"""Prefixes of finished directories, and of those under construction, which are never considered abandoned."""
+_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -100,3 +107,50 @@ def remove_shared_memory(rendezvous: Sequence[tuple[str, int]]) -> None:
         for file in _SHARED_MEMORY.glob(f"deepspeed_*_{address}_{port}_*"):
             with suppress(OSError):
                 file.unlink()
+
+
+class JobDirectory:
+    """Directory `path` of a job on a host, in memory, with mode 0700.
+
+    Its subdirectory `memory` survives restarts, until the job ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.memory = path / "memory"
+        self.memory.mkdir(mode=0o700)
+
+    def heartbeats(self, start: int) -> Path:
+        """Create and return the directory for the heartbeats of the ranks of a start."""
+        directory = self.path / f"heartbeats_{start}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        return directory
+
+
+@contextmanager
+def job_directory() -> Iterator[JobDirectory]:
+    """Create a job directory, and remove it at the end.
+
+    Directories that killed agents left behind are removed first.
+    """
+    base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    _remove_abandoned(base)
+    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED_PREFIX, dir=base))
+    with (unfinished / _LOCK).open("w") as file:
+        lock(file)
+        path = unfinished.rename(base / unfinished.name.removeprefix("."))
+        try:
+            yield JobDirectory(path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Remove directories of dead agents. A living agent holds the lock; without the file, removal has begun already."""
+    for path in base.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            with (path / _LOCK).open("r+") as file:
+                if lock(file, waits=False):
+                    shutil.rmtree(path, ignore_errors=True)

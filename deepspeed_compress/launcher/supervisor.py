@@ -10,15 +10,17 @@ Messages contain the number of the start that they refer to. Messages of earlier
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed_compress.launcher.failures import (
+from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
+from deepspeed_compress.launcher.job_state import (
     EARLY_FAILURES,
     EQUAL_FAILURES,
-    EXIT_PERMANENT,
+    Agent,
     Failure,
+    JobOptions,
+    JobState,
     failing_slot,
     is_permanent,
 )
-from deepspeed_compress.launcher.job_state import Agent, JobOptions, JobState
 from deepspeed_compress.launcher.messages import Message
 from deepspeed_compress.launcher.placement import Host, Placement, place
 
@@ -95,11 +97,21 @@ class Supervisor:
             self._advance(now)
 
     def tick(self, now: float) -> None:
-        for name in [name for name, one in self._agents.items() if now - one.heard > LOST_AFTER]:
+        """Handle the time: hosts that are silent, and ranks that hang."""
+        for name in [name for name, agent in self._agents.items() if now - agent.heard > LOST_AFTER]:
             self.disconnect(name, now)
-        if self._state.phase == "running" and self._silence(now) > self._options.hang:
-            self._stop(Failure(f"no heartbeat from any rank for {self._options.hang:g} s (--hang)"))
+        self._stop_if_hanging(now)
         self._advance(now)
+
+    def _stop_if_hanging(self, now: float) -> None:
+        """Stop ranks that hang: the newest heartbeat of any of them is older than `--hang`.
+
+        Nothing counts as a hang until each rank has sent a heartbeat.
+        """
+        agents, hang = self._placed().values(), self._options.hang
+        silent = [now - agent.heard + agent.silent for agent in agents if agent.silent is not None]
+        if self._state.phase == "running" and len(silent) == len(agents) and min(silent, default=0.0) > hang:
+            self._stop(Failure(f"no heartbeat from any rank for {hang:g} s (--hang)"))
 
     # Messages of agents.
 
@@ -279,11 +291,6 @@ class Supervisor:
     def _placed(self) -> dict[str, Agent]:
         """Return the connected members that have ranks of this start."""
         return {name: self._agents[name] for name in self._placed_names() if name in self._agents}
-
-    def _silence(self, now: float) -> float:
-        """Return the seconds since the last heartbeat of any rank; 0 until each rank has sent one."""
-        silent = [None if one.silent is None else now - one.heard + one.silent for one in self._placed().values()]
-        return min((one for one in silent if one is not None), default=0.0) if None not in silent else 0.0
 
     def _send(self, name: str, message: Message) -> None:
         self._outbox.append((name, message))

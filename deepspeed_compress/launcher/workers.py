@@ -1,17 +1,18 @@
 """Rank processes of a host, started and watched by its agent."""
 
+import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
-FORK_SERVER = "deepspeed_compress.launcher.fork_server"
+_PARENT = "DS_COMPRESS_PARENT"
+"""Environment variable of a rank that is starting: the process id of its agent."""
 _CLOSE_TIMEOUT = 5.0
+_PR_SET_PDEATHSIG = 1
+"""Operation of prctl(2) that sends a signal to a process when its parent dies."""
 
 
 @dataclass(frozen=True)
@@ -28,67 +29,71 @@ def describe_end(status: int) -> str:
 
 
 class Workers:
-    """Processes that run one command, with environments that give them their ranks.
+    """Processes that run `command`, with environments that give them their ranks."""
 
-    Args:
-        arguments: arguments of `integrations.run`: a program and its own arguments.
-        script: file of the program, whose leading imports are made once for all ranks; "" for a module.
-        warm: fork ranks from a process that has made the imports. Otherwise, each rank makes them itself.
-    """
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def __init__(self, arguments: Sequence[str], script: str, warm: bool) -> None:
-        self.living: set[int] = set()
-        self._arguments, self._script, self._warm = list(arguments), script, warm
-        self._server, self._process = self._start_server()
-
-    def _start_server(self) -> tuple[Connection, "subprocess.Popen[bytes]"]:
-        ours, theirs = Pipe()
-        # With this variable, torch asks the driver instead of the CUDA runtime, which a fork could no longer use.
-        environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
-        mode = "warm" if self._warm else "cold"
-        command = [sys.executable, "-m", FORK_SERVER, str(theirs.fileno()), mode, self._script]
-        with theirs:
-            process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-        return ours, process
+    @property
+    def living(self) -> frozenset[int]:
+        """Return the ranks that run, or whose end `ended` has not returned yet."""
+        return frozenset(self._processes)
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> None:
-        """Start ranks, each with its own environment in addition to that of the agent."""
+        """Start ranks, each with its own environment in addition to that of the agent.
+
+        Each gets its own session, so that a signal of the terminal reaches the agent only, which passes it on.
+        """
         for rank, environment in ranks.items():
-            self.living.add(rank)
-            self._send({"rank": rank, "arguments": self._arguments, "environment": dict(environment)})
+            self._processes[rank] = subprocess.Popen(
+                self._command,
+                env={**os.environ, **environment, _PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
-        """Send signal `number` to `ranks`, or to all if None."""
-        self._send({"number": int(number), "ranks": None if ranks is None else list(ranks)})
+        """Send signal `number` to `ranks`, or to all if None.
+
+        SIGKILL also goes to the processes that a rank has started. Other signals go only to the rank, which may still
+        need these processes to end properly.
+        """
+        send = os.killpg if number == signal.SIGKILL else os.kill
+        for rank, process in self._processes.items():
+            if ranks is None or rank in ranks:
+                with suppress(OSError):
+                    send(process.pid, number)
 
     def ended(self) -> list[Ended]:
-        """Return the ranks that have ended since the last call."""
-        found: list[Ended] = []
-        try:
-            while self._server.poll():
-                found.append(Ended(*self._server.recv()))
-        except (EOFError, OSError):
-            if not found:
-                return self._restart_server()
-        self.living -= {one.rank for one in found}
-        return found
+        """Return the ranks that have ended since the last call, and kill the processes that they have left behind."""
+        ranks = [Ended(rank, status) for rank, one in self._processes.items() if (status := one.poll()) is not None]
+        for rank in ranks:
+            with suppress(OSError):
+                os.killpg(self._processes.pop(rank.rank).pid, signal.SIGKILL)
+        return ranks
 
     def close(self) -> None:
         """Kill all ranks that are still running."""
-        self._server.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_TIMEOUT)
-        self._process.kill()
-        self._process.wait()
+        self.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_CLOSE_TIMEOUT)
 
-    def _restart_server(self) -> list[Ended]:
-        """Start a new fork server after the old one has died, and return its ranks, which died with it."""
-        self.close()
-        lost, self.living = self.living, set()
-        self._server, self._process = self._start_server()
-        return [Ended(rank, -signal.SIGKILL) for rank in sorted(lost)]
 
-    def _send(self, message: Mapping[str, object]) -> None:
-        # If the fork server is gone, the next `ended` notices it.
-        with suppress(OSError):
-            self._server.send(message)
+def die_with_agent() -> None:
+    """Die when the agent dies that has started this process as a rank. Otherwise, do nothing.
+
+    Processes that this one starts do not inherit the agent's process id.
+    """
+    parent = os.environ.pop(_PARENT, None)
+    if parent is not None:
+        die_with(int(parent))
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, whose process id is `parent`."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -3,7 +3,6 @@
 Every line names its run, and a failing write never stops training. Files are private to their user.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from deepspeed_compress.config import masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.file_locks import lock
 
 STATISTICS = "compression.jsonl"
 EVENTS = "events.jsonl"
@@ -140,14 +140,12 @@ def _lock(file: BinaryIO) -> None:
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, waits=False)
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(PATIENCE / 1000)
-        except OSError:
-            # The file system has no locks.
-            return None
 
 
 def _tail(file: BinaryIO, length: int) -> bytes:

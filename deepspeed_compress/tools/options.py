@@ -235,8 +235,6 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--grace", default="30 s", metavar="TIME", help=what)
     what = "time to wait for hosts (default: %(default)s)"
     group.add_argument("--wait", default="10 min", metavar="TIME", help=what)
-    what = "start each rank as a new process, which makes its own imports, instead of a fork"
-    group.add_argument("--cold", action="store_true", help=what)
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:

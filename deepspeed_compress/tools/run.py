@@ -29,12 +29,11 @@ from deepspeed_compress.integrations.launch import (
     find_uncompressed,
     launch_command,
 )
-from deepspeed_compress.launcher.directory import job_directory
 from deepspeed_compress.launcher.host import Agent
-from deepspeed_compress.launcher.host_resources import Slots
+from deepspeed_compress.launcher.host_resources import Slots, job_directory
 from deepspeed_compress.launcher.job_state import JobOptions
 from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
-from deepspeed_compress.launcher.sizes import size_problem
+from deepspeed_compress.launcher.placement import size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.local_sgd.coordinator.server import Server, Service
@@ -74,7 +73,7 @@ def _exec(command: list[str]) -> NoReturn:
 
 _LOCAL_ONLY = ("127.0.0.1", 0)
 _SERVICE = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
-_AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
+_AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
 
 
 def uses_agent(options: argparse.Namespace) -> bool:
@@ -102,10 +101,8 @@ _DEFAULTS = {"hosts": 1, "spares": 0, "hang": "10 min", "grace": "30 s", "wait":
 
 def _run_agent(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Run the agent and return the exit code of the job. `command` runs the program in one process."""
-    arguments = list(command[3:])
-    script = "" if "-m" in arguments[:2] else next(one for one in arguments if not one.startswith("--section="))
     job = JobOptions(
-        _job(options, arguments), options.hosts, options.ranks, options.restarts, _seconds(options, "hang"),
+        _job(options, command[3:]), options.hosts, options.ranks, options.restarts, _seconds(options, "hang"),
         _seconds(options, "wait"),
     )  # fmt: skip
     grace, slots = _seconds(options, "grace"), _slots(options)
@@ -114,8 +111,7 @@ def _run_agent(options: argparse.Namespace, command: Sequence[str]) -> int:
     # A single host communicates only with itself, so it needs no shared secret.
     credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
     with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
-        workers = Workers(arguments, script, not options.cold)
-        return Agent(address, job.id, slots, grace, workers, directory, _log, credentials).run()
+        return Agent(address, job.id, slots, grace, Workers(command), directory, _log, credentials).run()
 
 
 def _seconds(options: argparse.Namespace, name: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import agentlightning
 from openai import OpenAI
 
-from deepspeed_compress.launcher.fork_server import die_with
+from deepspeed_compress.launcher.workers import die_with
 from launch.agents.sums import Sum, reward
 
 

@@ -17,7 +17,7 @@ import deepspeed_compress
 from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.learner import Learner, LearnerSettings
 from deepspeed_compress.integrations.agent_lightning import BatchFigures, DeepSpeedAlgorithm, Endpoint, RolloutPlan
-from deepspeed_compress.launcher.fork_server import die_with
+from deepspeed_compress.launcher.workers import die_with
 from deepspeed_compress.rollout import DirectoryStore, Published, Publisher
 from launch.agents.agent import Adder
 from launch.agents.sums import LARGEST, Sum

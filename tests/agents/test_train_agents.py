@@ -18,7 +18,7 @@ MARK = "TRAIN_AGENTS_TEST"
 """Variable of the environment by which all processes of a run are found."""
 FAMILY = """
 import os, pathlib, time
-from deepspeed_compress.launcher.fork_server import die_with
+from deepspeed_compress.launcher.workers import die_with
 os.register_at_fork(after_in_child=lambda: die_with(os.getppid()))
 os.fork() and os.fork()
 pathlib.Path(f"ready-{os.getpid()}").touch()
@@ -26,7 +26,7 @@ time.sleep(1000)
 """
 """An agent with two runners."""
 SLEEP = "import os, pathlib, time; pathlib.Path(f'ready-{os.getpid()}').touch(); time.sleep(1000)"
-RANK = f"import os; from deepspeed_compress.launcher.fork_server import die_with; die_with(os.getppid())\n{SLEEP}"
+RANK = f"import os; from deepspeed_compress.launcher.workers import die_with; die_with(os.getppid())\n{SLEEP}"
 PROCESSES = 1 + 3 + 1
 """The endpoint, the agent with two runners, and a rank."""
 

@@ -15,12 +15,12 @@ from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag, pr
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.direct import DirectFile
-from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves, keep_only
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.state_description import read_description
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.file_locks import hold
 from deepspeed_compress.local_sgd.coordinator.server import lock_file
 from deepspeed_compress.safe_files import temporary, write_text
 from tests.support.checkpoints import save, write

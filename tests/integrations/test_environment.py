@@ -10,7 +10,6 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations.patching import after_import, is_waiting
-from deepspeed_compress.launcher import fork_server
 
 SAMPLED = pytest.mark.sampled(4)
 
@@ -68,45 +67,6 @@ def test_libraries_see_the_environment_of_the_program(options: list[str], tmp_pa
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "seen_0.json").read_text())
     assert found == {"loaded": [], "home": "/nowhere/home", "offline": True}
-
-
-TOP = '"""A program."""\nimport os, sys\nfrom pathlib import Path\nimport torch\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "imported"),
-    [
-        ("", []),
-        (TOP, ["torch"]),
-        (TOP + "import deepspeed\n", ["torch", "deepspeed"]),
-        (TOP + "os.environ['HF_HOME'] = 'x'\nimport transformers\n", ["torch"]),
-        (TOP + "import settings\nimport transformers\n", ["torch"]),
-        (TOP + "from .settings import home\nimport transformers\n", ["torch"]),
-        ("import os\nos.environ.setdefault('HF_HOME', 'x')\nimport torch\n", []),
-        ("raise SystemExit(", []),
-    ],
-)
-def test_only_the_first_imports_of_a_program_are_preloaded(text: str, imported: list[str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
-    body = fork_server._statements(str(tmp_path / "train.py"))
-    assert [module for module, _ in fork_server._leading_imports(body)] == imported
-
-
-@pytest.mark.parametrize(
-    ("text", "changes"),
-    [
-        ("rank = os.environ['RANK']", False),
-        ("rank = os.environ.get('RANK')", False),
-        ("settings.update(a=1)", False),
-        ("os.environ['A'] = 'b'", True),
-        ("environ.update(a='b')", True),
-        ("def f():\n    del os.environ['A']", True),
-        ("os.putenv('A', 'b')", True),
-    ],
-)
-def test_changes_of_the_environment_are_recognized(text: str, changes: bool, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
-    assert any(map(fork_server._sets_environment, fork_server._statements(str(tmp_path / "train.py")))) is changes
 
 
 MODULE = "value = 1\nloader = __spec__.loader\n"

@@ -11,8 +11,7 @@ from deepspeed_compress.backends.deepspeed.restarts import _continuing
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.integrations import run
 from deepspeed_compress.integrations.run import report_failures
-from deepspeed_compress.launcher.failures import EXIT_PERMANENT, first_error
-from deepspeed_compress.launcher.heartbeat import AGENT, HeartbeatWriter
+from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, HeartbeatWriter, first_error
 
 
 def fail(error: Exception) -> None:

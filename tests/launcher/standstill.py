@@ -1,6 +1,6 @@
 """Measure how long a job stops when a rank is killed, and whether its result stays the same, with agents or torchrun.
 
-python -m tests.launcher.standstill warm cold torchrun --kills 5
+python -m tests.launcher.standstill agent torchrun --kills 5
 python -m tests.launcher.standstill random --kills 100
 python -m tests.launcher.standstill random --kills 30 --stage 1 3 --weights --memory
 python -m tests.launcher.standstill random --kills 30 --pipeline 2 --ranks 4
@@ -69,8 +69,7 @@ def job(kind: str, directory: Path, last: int, kills: int, layout: Layout = Layo
     if kind == "torchrun":
         options = ["--max-restarts", str(kills + 1), "--nproc_per_node", "2", str(PROGRAM), "--deepspeed", str(config)]
         return [*TORCHRUN, *options, str(directory), str(last)]
-    options = ["--cold"] if kind == "cold" else []
-    return command(directory, "--restarts", str(5 * kills + 5), *options, steps=last, ranks=layout.ranks)
+    return command(directory, "--restarts", str(5 * kills + 5), steps=last, ranks=layout.ranks)
 
 
 def measure(kind: str, directory: Path, kills: int) -> list[float]:
@@ -99,7 +98,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
     """
     last, draws, killed = 4 * kills, random.Random(seed), set[int]()
     environment = {"STAGES": str(layout.pipeline)}
-    with Job(job("warm", directory, last, kills, layout), log_of(directory), PAUSE="0.1", **environment) as running:
+    with Job(job("agent", directory, last, kills, layout), log_of(directory), PAUSE="0.1", **environment) as running:
         while len(killed) < kills and running.process.poll() is None:
             if draws.random() < 0.75:
                 wait_for_steps(directory, layout.ranks, killed, running)
@@ -111,7 +110,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
                 killed.add(chosen["pid"])
         assert running.wait(600) == 0, running.log
     undisturbed = directory.with_name(f"{directory.name}_undisturbed")
-    with Job(job("warm", undisturbed, last, 0, layout), log_of(undisturbed), **environment) as running:
+    with Job(job("agent", undisturbed, last, 0, layout), log_of(undisturbed), **environment) as running:
         assert running.wait(600) == 0, running.log
     equal = "equal" if result(directory) == result(undisturbed) else "differ"
     found = (
@@ -157,7 +156,7 @@ def longest(directory: Path) -> float:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="+", choices=["warm", "cold", "torchrun", "random"])
+    parser.add_argument("kinds", nargs="+", choices=["agent", "torchrun", "random"])
     parser.add_argument("--kills", type=int, default=5)
     random_kills = parser.add_argument_group("random")
     random_kills.add_argument("--stage", type=int, nargs="+", default=[1])

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.launcher import directory
-from deepspeed_compress.launcher.directory import job_directory
+from deepspeed_compress.launcher import host_resources
+from deepspeed_compress.launcher.host_resources import job_directory
 
 AGENTS, STARTS = 3, 300
 
 
 def start_often(base: Path) -> None:
-    directory._SHARED = base
+    host_resources._SHARED_MEMORY = base
     for _ in range(STARTS):
         with job_directory() as job:
             assert job.memory.is_dir()
@@ -30,7 +30,7 @@ def test_concurrent_agents_do_not_remove_each_others_directories(tmp_path: Path)
 
 
 def test_the_directory_of_a_killed_agent_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_SHARED", tmp_path)
+    monkeypatch.setattr(host_resources, "_SHARED_MEMORY", tmp_path)
     left = tmp_path / "ds_compress_left"
     left.mkdir()
     (left / "lock").touch()

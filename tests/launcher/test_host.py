@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.launcher.directory import JobDirectory
 from deepspeed_compress.launcher.host import Agent
-from deepspeed_compress.launcher.host_resources import Slots
+from deepspeed_compress.launcher.host_resources import JobDirectory, Slots
 from deepspeed_compress.launcher.workers import Ended
 from deepspeed_compress.transport.credentials import Credentials
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves
-from deepspeed_compress.launcher.directory import job_directory
+from deepspeed_compress.launcher.host_resources import job_directory
 from deepspeed_compress.local_sgd.coordinator.client import status
 from tests.launcher.standstill import Layout, wait_for_steps
 from tests.support.agents import (
@@ -57,12 +57,12 @@ def place(directory: Path, stage: int = 1, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict]]:
-    """Function that returns the result of an undisturbed job at a ZeRO stage, whose ranks are not forked."""
+    """Function that returns the result of an undisturbed job at a ZeRO stage."""
 
     @functools.cache
     def find(stage: int) -> list[dict]:
         directory = place(tmp_path_factory.mktemp("undisturbed") / "job", stage)
-        with Job(command(directory, "--cold", steps=STEPS), directory / "log") as job:
+        with Job(command(directory, steps=STEPS), directory / "log") as job:
             assert job.wait() == 0, job.log
         assert [one["step"] for one in steps(directory, 0)] == list(range(1, STEPS + 1))
         return result(directory)

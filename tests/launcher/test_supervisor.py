@@ -2,10 +2,9 @@
 
 import pytest
 
-from deepspeed_compress.launcher.failures import EQUAL_FAILURES, EXIT_PERMANENT
-from deepspeed_compress.launcher.job_state import JobOptions
-from deepspeed_compress.launcher.placement import Host, Placement, place
-from deepspeed_compress.launcher.sizes import size_problem
+from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
+from deepspeed_compress.launcher.job_state import EQUAL_FAILURES, JobOptions
+from deepspeed_compress.launcher.placement import Host, Placement, place, size_problem
 from deepspeed_compress.launcher.supervisor import LOST_AFTER, Supervisor
 
 

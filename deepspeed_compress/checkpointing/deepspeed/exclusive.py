@@ -1,6 +1,6 @@
 """Exclusive use of a checkpoint directory by one job, one start of the job, and one running island, for all ranks.
 
-See `directory_lock` for the lock and `claim` for the start of a job.
+See `file_locks` for the lock and `claim` for the start of a job.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from deepspeed_compress.checkpointing.claim import Claim, this_start
-from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import ConfigError, StateError
+from deepspeed_compress.file_locks import hold, locked
 from deepspeed_compress.safe_files import open_regular, read_text, write_text
 from deepspeed_compress.session.state_files import result_on_all
 
@@ -142,7 +142,7 @@ def take_for_island(directory: Path, run: str | None, number: int, others: Colle
         StateError: the directory belongs to one of `others`. They would overwrite each other's files.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with in_turn(directory):
+    with locked(directory):
         found = _island_of(directory / _ISLAND)
         if found.get("run") == run and found["number"] in others:
             raise StateError(

@@ -6,7 +6,6 @@ for nor a partial file.
 """
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
@@ -14,12 +13,13 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.file_locks import locked
 
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""
@@ -49,7 +49,8 @@ def load_library() -> ctypes.CDLL:
     """
     path = _directory() / _library_name()
     if not _is_trusted(path):
-        with _exclusive_lock(path.with_suffix(".lock")):
+        path.with_suffix(".lock").touch()
+        with locked(path.with_suffix(".lock")):
             if not _is_trusted(path):
                 _build(path)
     return ctypes.CDLL(str(path))
@@ -155,14 +156,6 @@ def _processor_features() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
     return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
-
-
-@contextmanager
-def _exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive file lock. The kernel releases it if the process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Process of a coordinator: its connections, its clock, and the file from which it resumes."""
 
-import fcntl
 import json
 import os
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from deepspeed_compress.errors import ConfigError, StateError
+from deepspeed_compress.file_locks import lock
 from deepspeed_compress.local_sgd.coordinator.coordinator import Coordinator
 from deepspeed_compress.local_sgd.coordinator.membership_log import MembershipLog
 from deepspeed_compress.local_sgd.coordinator.records import Saved
@@ -44,15 +44,15 @@ def lock_file(path: Path) -> TextIO:
         ConfigError: if another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(path.with_suffix(path.suffix + ".lock"), "w", opener=open_own)  # noqa: SIM115  (held by the caller)
+    file = open(path.with_suffix(path.suffix + ".lock"), "w", opener=open_own)  # noqa: SIM115  (held by the caller)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
+        lock(file, waits=False)
+    except BlockingIOError as error:
+        file.close()
         raise ConfigError(
             f"--state {path}: another coordinator uses this file; stop it, or give another file"
         ) from error
-    return lock
+    return file
 
 
 def rename_durably(temporary: Path, path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_locks
-from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
 from deepspeed_compress.config.native import value_at
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.file_locks import hold
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tables import new_console

@@ -28,8 +28,8 @@ from deepspeed_compress.checkpointing.deepspeed import background
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.direct import DirectFile
-from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.checkpointing.snapshot import Memory
+from deepspeed_compress.file_locks import hold
 from deepspeed_compress.tools.checkpoint import convert
 from tests.support.forks import RankError, run_forks
 from tests.support.full_disk import full_disk
