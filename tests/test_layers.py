@@ -93,11 +93,10 @@ TABLE = {
     "launcher.job_state": allow("launcher.heartbeat launcher.placement"),
     "launcher.heartbeat": allow("safe_files"),
     "launcher.workers": allow(),
-    "checkpointing": allow("errors safe_files transport", "torch"),
-    "checkpointing.catalog": allow("checkpointing.completeness errors safe_files"),
+    "checkpointing": allow("errors launcher.heartbeat safe_files transport", "torch"),
+    "checkpointing.catalog": allow("checkpointing.completeness errors"),
     "checkpointing.completeness": allow("errors safe_files"),
-    "checkpointing.claim": allow("errors file_locks"),
-    "checkpointing.loadable_sizes": allow("safe_files"),
+    "checkpointing.directory": allow("checkpointing.catalog checkpointing.completeness errors file_locks safe_files"),
     "monitor": allow("config errors file_locks", "torch"),
     "policy": allow("config errors monitor"),
     "model_families": allow("errors safe_files"),
@@ -126,10 +125,9 @@ TABLE = {
     "backends.deepspeed.optimizer_step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
     "checkpointing.deepspeed": allow(
         "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state safe_files "
-        "compression.state_description config errors session transport.client",
+        "compression.state_description config errors launcher.heartbeat session transport.client",
         "torch deepspeed",
     ),
-    "checkpointing.deepspeed.agreement": allow("", "torch"),
     "checkpointing.deepspeed.exclusive": allow(
         "checkpointing collectives.objects session.state_files errors file_locks safe_files", "torch"
     ),
@@ -143,8 +141,8 @@ TABLE = {
         "local_sgd collectives compression config errors monitor transport", "pydantic torch safetensors"
     ),
     "local_sgd.deepspeed": allow(
-        "backends.deepspeed checkpointing.catalog checkpointing.deepspeed collectives compression config errors "
-        "local_sgd monitor session transport.client",
+        "backends.deepspeed checkpointing.catalog checkpointing.deepspeed checkpointing.directory collectives "
+        "compression config errors file_locks local_sgd monitor safe_files session transport.client",
         "torch deepspeed",
     ),
     "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
@@ -175,7 +173,7 @@ TABLE = {
         "torch deepspeed numpy rich tokenizers transformers",
         lazily="__init__",
     ),
-    "training.data": allow("errors", "numpy tokenizers"),
+    "training.data": allow("errors safe_files", "numpy tokenizers"),
     "integrations": allow(),
     "integrations.install": allow(
         "integrations.patching integrations.plain",
@@ -199,7 +197,7 @@ TABLE = {
         "deepspeed transformers",
     ),
     "integrations.trainer_callback": allow(
-        "checkpointing.catalog config errors local_sgd.deepspeed.elastic monitor session",
+        "checkpointing.catalog checkpointing.directory config errors local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed torch transformers",
     ),
     "integrations.trl": allow("errors rollout.vllm session.patches", "trl"),
@@ -214,7 +212,7 @@ TABLE = {
     "tools.arguments": allow(),
     "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
-        "checkpointing.catalog checkpointing.completeness checkpointing.loadable_sizes config errors safe_files "
+        "checkpointing.catalog checkpointing.completeness checkpointing.directory config errors safe_files "
         "tools.outputs tools.tables",
         lazily="deepspeed rich torch",
     ),

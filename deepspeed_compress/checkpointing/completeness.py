@@ -7,8 +7,7 @@ missing files can be named.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -92,6 +91,11 @@ class FileList:
         return found
 
     @property
+    def is_unfinished(self) -> bool:
+        """True while its files are being written, or if their writer was killed."""
+        return self.problem == _UNFINISHED
+
+    @property
     def fields(self) -> dict[str, Any]:
         """Return the JSON fields, including a digest of all of them."""
         found = asdict(self)
@@ -139,69 +143,6 @@ def write_list(place: Path, listed: FileList) -> None:
     write_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
 
 
-def begin_list(save: Save, rank: int) -> None:
-    """Write a list of `rank` that says that its files are unfinished, before any of them is replaced.
-
-    The first rank also removes the lists that a save with more ranks has left.
-
-    Raises:
-        StateError: the tag directory does not exist.
-    """
-    check_place(save)
-    write_list(save.place, unfinished(listed(save, rank, {})))
-    if not rank:
-        ours = {list_file(save.place, other) for other in range(save.world)}
-        for file in set(list_paths(save.place)) - ours:
-            file.unlink(missing_ok=True)
-
-
-def remove_unlisted(save: Save) -> None:
-    """Remove states that an earlier save of the same tag, by other ranks, has left. DeepSpeed would count them.
-
-    If a later save of the tag has begun, its files are not listed yet, and nothing is removed.
-    """
-    lists = read_lists(save.place)
-    if {(one.run, one.number, one.problem) for one in lists} != {(save.run, save.number, "")}:
-        return
-    known = {name for one in lists for name in one.files}
-    for file in save.place.glob("*mp_rank_*_states.pt"):
-        if file.name not in known:
-            file.unlink(missing_ok=True)
-
-
-def remove_files(written: Iterable[Path]) -> None:
-    """Remove files of a save that has failed."""
-    for file in written:
-        with suppress(OSError):
-            file.unlink()
-
-
-def discard(save: Save) -> None:
-    """Remove what all ranks have written of a save that some of them have failed to write.
-
-    Nothing is removed if every rank that has listed its files has written them: the hosts may not share the directory.
-    The lists stay, and say that the checkpoint is incomplete, if there are other files, or if the program has named the
-    tag, which it may be about to save again.
-    """
-    lists = [one for one in read_lists(save.place) if (one.run, one.number) == (save.run, save.number)]
-    if lists and not any(one.problem for one in lists):
-        return
-    remove_files(save.place / name for one in lists for name in one.files)
-    if save.automatic and set(save.place.iterdir()) <= set(list_paths(save.place)):
-        unlist_all(save.place)
-        save.place.rmdir()
-
-
-def check_place(save: Save) -> None:
-    """Check that the tag directory exists. If it was removed, nothing may be written there.
-
-    Raises:
-        StateError: it does not exist.
-    """
-    if not save.place.is_dir():
-        raise StateError(f"{save.place} could not be created, or was removed before everything was written")
-
-
 def digest(file: Path) -> str:
     """Return the SHA-256 of `file`."""
     with open_regular(file) as stream:
@@ -243,24 +184,6 @@ def read_list(file: Path) -> FileList:
     if listed.version != VERSION:
         raise StateError(f"{file} has version {listed.version}, but this package reads version {VERSION}")
     return listed
-
-
-def find_missing(save: Save) -> list[int]:
-    """Return the ranks that have not yet listed their files of `save`, or of a later save of this run that replaces it.
-
-    Raises:
-        StateError: a rank has failed to write its files.
-    """
-    missing: list[int] = []
-    check_place(save)
-    for rank in range(save.world):
-        file = list_file(save.place, rank)
-        listed = read_list(file) if file.is_file() else None
-        if listed is None or listed.run != save.run or listed.number < save.number or listed.problem == _UNFINISHED:
-            missing.append(rank)
-        elif listed.problem:
-            raise StateError(f"{save.place}: rank {rank}: {listed.problem}")
-    return missing
 
 
 def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:

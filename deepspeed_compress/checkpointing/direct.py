@@ -1,4 +1,4 @@
-"""Files that are written past the page cache and hashed while they are written.
+"""Writing of checkpoint files past the page cache. They are hashed while they are written, and then renamed.
 
 The processors that train would also have to allocate, fill and write back pages of the cache. Past the cache (open(2),
 O_DIRECT), the disk reads the data itself, and hashing each block before it is written avoids reading the file again.
@@ -12,11 +12,40 @@ import io
 import mmap
 import os
 import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
+
+import torch
+
+from deepspeed_compress.safe_files import temporary
 
 _BLOCK = 1 << 20
 """Number of bytes written at a time. They fit into a processor's cache between their copy and their digest."""
+
+
+def write_torch(
+    state: Any, path: Path, max_rate: float | None, held: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Mapping[Path, str]:
+    """Write `state` to `path` by `torch.save`, and return the SHA-256 of the file.
+
+    It is written under a temporary name, which is renamed while `held()` is entered, at no more than `max_rate` bytes
+    per second. Removes what writers that were killed have left of the same file.
+    """
+    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+        left.unlink(missing_ok=True)
+    scratch = temporary(path)
+    try:
+        with DirectFile(scratch, max_rate) as stream:
+            torch.save(state, cast(IO[bytes], stream))
+            sha256 = stream.finish()
+        with held():
+            os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return {path: sha256}
 
 
 class DirectFile(io.RawIOBase):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.checkpointing.completeness import FileList, unfinished, write_list
-from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, Movement
 from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.safe_files import open_regular, replacing, temporary
@@ -46,6 +45,12 @@ _MOST = 1 << 50
 """Maximum number of bytes of the files of a rank."""
 _CONNECTIONS = 256
 """Maximum number of connections: enough for all ranks of the sending host."""
+DRAIN = 30.0
+"""Maximum number of seconds for which shutdown waits for advancing copies."""
+STILL = 2.0
+"""Number of seconds without progress after which a copy is considered stalled."""
+LOOK = 0.1
+"""Number of seconds between checks of the copies."""
 _MESSAGES: Table = {"copy": {"tag": a_text(1000, 1), "list": a_mapping}}
 
 
@@ -241,3 +246,36 @@ def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str)
             target.write(chunk)
         if digest.hexdigest() != sha256:
             raise StateError(f"{file.name} was damaged in transit")
+
+
+class Movement:
+    """Times at which copies last advanced, by carrier, so that an end waits for them, but not for silent peers.
+
+    For use by several threads.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[object, float] = {}
+
+    def begin(self, carrier: object) -> None:
+        """Register a copy that has not started. It counts as stalled, so shutdown does not wait for it."""
+        self._last[carrier] = -STILL
+
+    def note(self, carrier: object) -> None:
+        """Record that a copy has advanced."""
+        self._last[carrier] = time.monotonic()
+
+    def end(self, carrier: object) -> None:
+        """Record that a copy has ended."""
+        self._last.pop(carrier, None)
+
+    def still(self) -> list[Any]:
+        """Return the carriers of stalled copies."""
+        now = time.monotonic()
+        return [one for one, last in list(self._last.items()) if now - last >= STILL]
+
+    def wait(self) -> None:
+        """Wait while any copy is advancing, at most `DRAIN` seconds."""
+        deadline = time.monotonic() + DRAIN
+        while len(self._last) > len(self.still()) and time.monotonic() < deadline:
+            time.sleep(LOOK)

@@ -7,24 +7,23 @@ therefore known only after all hosts were asked, and files that a host lacks are
 
 import os
 import re
-import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
 from deepspeed_compress.checkpointing import completeness
 from deepspeed_compress.checkpointing.catalog import subdirectories
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.launcher.heartbeat import MEMORY
 from deepspeed_compress.safe_files import read_text, write_text
 
-ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
-"""Environment variable with the directory, for systems that create it and remove it at the end of the job."""
 _SHARED_MEMORY = Path("/dev/shm")
 _JOB = ".deepspeed_compress_job"
+_KEPT = 2
+"""Number of complete checkpoints to keep, since one may turn out to be damaged."""
 
 
 def job_name(directory: Path) -> str:
@@ -54,7 +53,7 @@ def job_directory(job: str) -> Path:
     Raises:
         StateError: another user has created it, or has access to it.
     """
-    named = os.environ.get(ENVIRONMENT)
+    named = os.environ.get(MEMORY)
     base = Path(named).absolute() if named else _SHARED_MEMORY / f"deepspeed_compress_{os.getuid()}"
     for place in (base, base / job):
         _make_private(place)
@@ -115,27 +114,6 @@ def _readable(place: Path, problems: list[str]) -> Iterator[completeness.FileLis
             yield listed
 
 
-def keep_only(save: completeness.Save, tags: Iterable[str]) -> None:
-    """Remove all tags next to `save` except for `tags` and later ones, which faster ranks may have begun to write.
-
-    Ignores files that other processes have removed or still write.
-    """
-    for place in subdirectories(save.directory):
-        if place.name not in tags and not _may_be_later(place, save):
-            completeness.unlist_all(place)
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _may_be_later(place: Path, save: completeness.Save) -> bool:
-    """Return True if `place` has a list of a save after `save`, or no list, as before the first file of such a save."""
-    paths = completeness.list_paths(place)
-    with suppress(StateError):
-        return not paths or any(
-            one.run == save.run and one.number > save.number for one in map(completeness.read_list, paths)
-        )
-    return False
-
-
 @dataclass(frozen=True)
 class Missing:
     """A file of the tag directory that host `source` has and the hosts `needed_by` lack.
@@ -176,3 +154,80 @@ def _is_for_all(name: str) -> bool:
     """
     masters = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
     return not masters and not name.startswith(("deepspeed_compress_rank_", "deepspeed_compress_islands_rank_"))
+
+
+@dataclass
+class MemoryCatalog:
+    """Numbers and tags of the checkpoints in memory that are still needed, and of those that were sent to other hosts.
+
+    It is equal on all ranks without further communication.
+
+    Attributes:
+        copies: True if checkpoints are sent.
+        written: all ranks have finished writing everything up to this number.
+        copied: all ranks have finished sending everything up to this number.
+    """
+
+    copies: bool
+    written: int = 0
+    copied: int = 0
+    _saved: list[tuple[int, str]] = field(default_factory=list)
+    _sent: list[tuple[int, str]] = field(default_factory=list)
+    _failed: dict[bool, tuple[int, bool]] = field(default_factory=dict)
+    """Number of the last failure to write (False) and to send (True), and whether it was news."""
+
+    def begin(self, number: int, tag: str) -> bool:
+        """Register the checkpoint `number`, and return True if it should also be sent.
+
+        It is not sent while another one is being sent.
+        """
+        self._saved.append((number, tag))
+        send = self.copies and not self.sending
+        if send:
+            self._sent.append((number, tag))
+        return send
+
+    def ranks_agreed(self, written: int, copied: int) -> None:
+        """Note an agreement of all ranks on what is written and copied."""
+        self.written, self.copied = written, copied
+
+    @property
+    def sending(self) -> bool:
+        """Return True if a copy is in progress, as far as all ranks know."""
+        return any(number > self.copied for number, _ in self._sent)
+
+    def mark_failed(self, number: int, of_copy: bool) -> bool:
+        """Remove the checkpoint `number`, whose writing or, if `of_copy`, sending failed. Return True if this is news.
+
+        A checkpoint that was not written is not sent either. A failure is not news if another one preceded it and no
+        checkpoint was complete in between.
+        """
+        self._sent = [one for one in self._sent if one[0] != number]
+        if not of_copy:
+            self._saved = [one for one in self._saved if one[0] != number]
+        before, news = self._failed.get(of_copy, (0, True))
+        if number != before:
+            ended, found = (self.copied, self._sent) if of_copy else (self.written, self._saved)
+            news = not before or any(before < one <= ended for one, _ in found)
+        self._failed[of_copy] = (number, news)
+        return news
+
+    def restart_from(self, tag: str | None) -> None:
+        """Restart from the checkpoint `tag`, which is complete in memory; None if training resumes from elsewhere."""
+        self._saved = [] if tag is None else [(0, tag)]
+        self._sent = list(self._saved) if self.copies else []
+
+    def tags_to_keep(self) -> frozenset[str]:
+        """Return the tags to keep.
+
+        These are the newest two complete ones, the newest one whose copies have all arrived, and all that are in
+        progress.
+        """
+        self._saved = _newest(self._saved, self.written, _KEPT)
+        self._sent = _newest(self._sent, self.copied, 1)
+        return frozenset(tag for _, tag in (*self._saved, *self._sent))
+
+
+def _newest(found: Sequence[tuple[int, str]], ended: int, count: int) -> list[tuple[int, str]]:
+    done = [one for one in found if one[0] <= ended]
+    return done[-count:] + [one for one in found if one[0] > ended]

@@ -21,7 +21,8 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from deepspeed_compress.checkpointing.catalog import is_complete, latest_tag
+from deepspeed_compress.checkpointing.catalog import is_complete
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
@@ -270,7 +271,7 @@ def _folders(output: Path) -> list[Path]:
 def _is_complete(folder: Path) -> bool:
     """Return True unless a file is missing, or cut off as Trainer's own ones may be after a crash of their host."""
     try:
-        tag = latest_tag(folder)
+        tag = CheckpointDirectory(folder).latest_tag()
         json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, StateError, ValueError):
         return False

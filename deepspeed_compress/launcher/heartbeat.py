@@ -22,7 +22,7 @@ AGENT = "DS_COMPRESS_AGENT"
 RESUME = "DS_COMPRESS_RESUME"
 """Environment variable: "1" makes a program resume from its newest checkpoint."""
 MEMORY = "DS_COMPRESS_MEMORY_DIR"
-"""Environment variable: a directory in memory that exists as long as the job on this host."""
+"""Environment variable: a directory in memory that exists as long as the job on this host, and that others remove."""
 HOSTS = "DS_COMPRESS_HOSTS"
 """Environment variable: addresses of the hosts, by node rank, as a JSON list."""
 EXIT_PERMANENT = 78

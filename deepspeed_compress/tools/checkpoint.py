@@ -7,6 +7,7 @@ store them transposed.
 
 import argparse
 import contextlib
+import json
 import pickle
 import re
 import shutil
@@ -16,14 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.checkpointing import catalog
-from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.catalog import Checkpoint, latest_tag
+from deepspeed_compress.checkpointing.catalog import Checkpoint
 from deepspeed_compress.checkpointing.completeness import find_problems
-from deepspeed_compress.checkpointing.loadable_sizes import loads_on
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError, StateError
-from deepspeed_compress.safe_files import write_text
+from deepspeed_compress.safe_files import read_text, write_text
 from deepspeed_compress.tools.outputs.terminal import printable
 from deepspeed_compress.tools.tables import WIDTH, print_table
 
@@ -34,7 +33,7 @@ def _found(directory: Path) -> list[Checkpoint]:
     Raises:
         DataError: There are none.
     """
-    found = catalog.checkpoints(directory) if directory.is_dir() else []
+    found = CheckpointDirectory(directory).checkpoints() if directory.is_dir() else []
     if not found:
         raise DataError(
             f"{directory}: contains no checkpoints (directories with *_states.pt); choose another directory"
@@ -44,7 +43,7 @@ def _found(directory: Path) -> list[Checkpoint]:
 
 def list_all(options: argparse.Namespace) -> int:
     """Print the checkpoints, and the numbers of ranks on which they load. Return the exit code."""
-    found, latest = _found(options.directory), catalog.latest_tag(options.directory)
+    found, latest = _found(options.directory), CheckpointDirectory(options.directory).latest_tag()
     texts = ("tag", "written", "saved by", "state")
     columns = ("tag", "step", "ranks", "size", *texts[1:])
     rows = [_cells(one, latest) for one in found]
@@ -52,7 +51,7 @@ def list_all(options: argparse.Namespace) -> int:
     print_table("", columns, rows, texts, least=WIDTH)
     sizes: dict[str, list[str]] = {}
     for one in found:
-        sizes.setdefault(loads_on(one.place), []).append(printable(one.tag))
+        sizes.setdefault(_loads_on(one.place), []).append(printable(one.tag))
     for where, tags in sizes.items():
         print(f"loads on {where}: {', '.join(tags)}")
     for one in found:
@@ -82,10 +81,10 @@ def verify(options: argparse.Namespace) -> int:
         raise DataError(f"--tag {options.tag}: {options.directory} has no such checkpoint; choose one that list shows")
     problems: list[str] = []
     for one in track(wanted, "reading", console=Console(stderr=True), transient=True):
-        found = list(files.find_problems(one.place))
+        found = list(find_problems(one.place))
         problems += found
         known = "complete" if one.world is not None or found else "has no digests, so only DeepSpeed can check it"
-        print(f"{printable(one.tag)}: {'damaged' if found else f'{known}; loads on {loads_on(one.place)}'}")
+        print(f"{printable(one.tag)}: {'damaged' if found else f'{known}; loads on {_loads_on(one.place)}'}")
     for problem in problems:
         print(f"error: {printable(problem)}")
     return int(bool(problems))
@@ -93,9 +92,9 @@ def verify(options: argparse.Namespace) -> int:
 
 def prune(options: argparse.Namespace) -> int:
     """Remove old checkpoints. Return the exit code."""
-    for one in catalog.superfluous(options.directory, _found(options.directory), options.keep):
+    for one in CheckpointDirectory(options.directory).superfluous(_found(options.directory), options.keep):
         if not options.dry_run:
-            catalog.remove(one)
+            one.remove()
         print(f"{'would remove' if options.dry_run else 'removed'} {printable(one.tag)}, {size(one.size)}")
     return 0
 
@@ -105,6 +104,29 @@ def convert(options: argparse.Namespace) -> int:
     place = convert_to_universal(options.directory, options.tag, options.output, options.tensor, options.workers)
     print(f'{place}: to load it, write "checkpoint": {{"load_universal": true}} into the configuration of the run')
     return 0
+
+
+def _loads_on(place: Path) -> str:
+    """Return the numbers of ranks on which a checkpoint loads, judging by the names of its files and its residuals.
+
+    Replicas are the ranks of one data-parallel group.
+    """
+    if (place / "zero").is_dir():
+        return "any sizes, with load_universal"
+    models = len({file.name.partition("mp_rank_")[2] for file in place.glob("*mp_rank_*_model_states.pt")})
+    parts = f" x {models} (tensor, pipeline)" if models > 1 else ""
+    if any(place.glob("*expert_*_states.pt")) or (place / "offloaded_tensors").is_dir() or _by_node(place):
+        return f"the same number of replicas{parts}"
+    return f"any number of replicas{parts}"
+
+
+def _by_node(place: Path) -> bool:
+    """Return True if the residuals are those of a hierarchy."""
+    try:
+        description = json.loads(read_text(place / "deepspeed_compress_rank_00000.json"))
+        return bool(description["position"]["node_size"] > 1)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 _WEIGHT = "param"
@@ -137,7 +159,7 @@ def convert_to_universal(
         DataError: There is no such checkpoint, or the path exists already.
         StateError: The checkpoint is damaged, or DeepSpeed's converter cannot convert it.
     """
-    tag = tag or latest_tag(directory)
+    tag = tag or CheckpointDirectory(directory).latest_tag()
     if tag is None or not (directory / tag).is_dir():
         raise DataError(f"{directory}: has no checkpoint {tag or 'that `latest` names'}; choose another with --tag")
     place = directory / (output or f"{tag}_universal")

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import Residuals
@@ -32,8 +32,9 @@ from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError
+from deepspeed_compress.local_sgd.deepspeed.state_files import take_for_island
 from deepspeed_compress.tools.run_directory import read_directory
-from tests.support.checkpoints import save, write
+from tests.support.checkpoints import publish, save, write
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -186,7 +187,7 @@ def read_state(file: Path) -> None:
 
 
 def write_checkpoint(directory: Path) -> Path:
-    catalog.publish(write(save(directory, 4)))
+    publish(write(save(directory, 4)))
     return files.list_file(directory / "global_step4", 1)
 
 
@@ -199,11 +200,11 @@ def sign_list(found: Any) -> Any:
 
 def read_list(file: Path) -> None:
     directory = file.parents[1]
-    for one in catalog.checkpoints(directory):
+    for one in CheckpointDirectory(directory).checkpoints():
         assert one.complete or one.step is None or one.problem == ""
     list(files.find_problems(file.parent))
     find_host_saves(directory)
-    catalog.tags_to_try(directory)
+    CheckpointDirectory(directory).tags_to_try()
     files.read_list(file)
 
 
@@ -217,9 +218,9 @@ def corrupt_bytes(file: Path, originals: Mapping[Path, bytes], rng: random.Rando
 
 
 def read_latest(file: Path) -> None:
-    for tag in catalog.tags_to_try(file.parent):
+    for tag in CheckpointDirectory(file.parent).tags_to_try():
         list(files.find_problems(file.parent / tag))
-    catalog.protected(file.parent)
+    CheckpointDirectory(file.parent).protected()
 
 
 def write_island(directory: Path) -> Path:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_compress.checkpointing import writer
-from deepspeed_compress.checkpointing.catalog import latest_tag
-from deepspeed_compress.checkpointing.claim import Claim, this_start
+from deepspeed_compress.checkpointing import direct
 from deepspeed_compress.checkpointing.completeness import Save, find_problems, read_lists
+from deepspeed_compress.checkpointing.direct import write_torch
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
 from deepspeed_compress.checkpointing.snapshot import Call, HostCopies, Memory, Snapshot
-from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer, write_torch
+from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.errors import StateError
@@ -27,18 +27,18 @@ LATE = "another start of the job has claimed it"
 
 
 def test_the_newest_start_has_the_directory(tmp_path):
-    old, new = Claim(tmp_path, OLD), Claim(tmp_path, NEW)
-    old.take()
+    old, new = CheckpointDirectory(tmp_path, OLD), CheckpointDirectory(tmp_path, NEW)
+    old.claim()
     old.check()
-    new.take()
+    new.claim()
     new.check()
     with pytest.raises(StateError, match=LATE):
         old.check()
 
 
 def test_nobody_is_kept_out_where_nobody_has_claimed(tmp_path):
-    Claim(tmp_path, OLD).check()
-    Claim(tmp_path / "gone", OLD).check()
+    CheckpointDirectory(tmp_path, OLD).check()
+    CheckpointDirectory(tmp_path / "gone", OLD).check()
 
 
 def test_all_engines_of_a_process_are_of_one_start():
@@ -50,10 +50,10 @@ def this_start_of_rank(rank: int) -> str:
 
 
 def test_taking_a_directory_waits_for_a_rename_in_progress(tmp_path):
-    old, new = Claim(tmp_path, OLD), Claim(tmp_path, NEW)
-    old.take()
+    old, new = CheckpointDirectory(tmp_path, OLD), CheckpointDirectory(tmp_path, NEW)
+    old.claim()
     with old.held():
-        taking = threading.Thread(target=new.take)
+        taking = threading.Thread(target=new.claim)
         taking.start()
         taking.join(0.5)
         assert taking.is_alive()
@@ -61,18 +61,18 @@ def test_taking_a_directory_waits_for_a_rename_in_progress(tmp_path):
     assert not taking.is_alive()
 
 
-def write_state(file: Path, claim: Claim) -> None:
+def write_state(file: Path, claim: CheckpointDirectory) -> None:
     state.write(state.contents({}, Position(0, 1, 0, 1), Moment(0, 5), {}, {}), file, claim.held)
 
 
-def write_tensors(file: Path, claim: Claim) -> None:
+def write_tensors(file: Path, claim: CheckpointDirectory) -> None:
     write_torch({}, file, None, claim.held)
 
 
 @pytest.mark.parametrize("write", [write_tensors, write_state])
-def test_a_late_process_writes_nothing(tmp_path, write: Callable[[Path, Claim], None]):
-    old = Claim(tmp_path, OLD)
-    Claim(tmp_path, NEW).take()
+def test_a_late_process_writes_nothing(tmp_path, write: Callable[[Path, CheckpointDirectory], None]):
+    old = CheckpointDirectory(tmp_path, OLD)
+    CheckpointDirectory(tmp_path, NEW).claim()
     before = set(tmp_path.iterdir())
     with pytest.raises(StateError, match=LATE):
         write(tmp_path / "file.safetensors", old)
@@ -95,11 +95,11 @@ def save_part(contents: object, path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_tensors, write_state])
-def test_a_full_disk_is_left_as_it_was(tmp_path, monkeypatch, write: Callable[[Path, Claim], None]):
-    monkeypatch.setattr(writer, "DirectFile", Full)
+def test_a_full_disk_is_left_as_it_was(tmp_path, monkeypatch, write: Callable[[Path, CheckpointDirectory], None]):
+    monkeypatch.setattr(direct, "DirectFile", Full)
     monkeypatch.setattr(state, "save_file", save_part)
     with pytest.raises((OSError, RuntimeError)):
-        write(tmp_path / "file.safetensors", Claim(tmp_path, NEW))
+        write(tmp_path / "file.safetensors", CheckpointDirectory(tmp_path, NEW))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,7 +107,7 @@ def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path):
     file, other = tmp_path / "[1]_states.pt", tmp_path / "1_states.pt.123.tmp"
     for one in (file.with_name(f"{file.name}.123.tmp"), other):
         one.touch()
-    write_tensors(file, Claim(tmp_path, NEW))
+    write_tensors(file, CheckpointDirectory(tmp_path, NEW))
     assert sorted(tmp_path.iterdir()) == sorted([file, other])
 
 
@@ -119,10 +119,10 @@ class Rank:
         file = save.place / f"{rank}_states.pt"
         self._memory = Memory()
         snapshot = Snapshot(self._memory, HostCopies())
-        claim = Claim(directory, start)
+        claim = CheckpointDirectory(directory, start)
         snapshot.add(Call(write_torch, (torch.full((9,), float(start[0])), file, None, claim.held), (file,)))
         snapshot.copy()
-        self._task = Task(save, rank, claim, snapshot.kept(), publishes=rank == 0, patience=10.0)
+        self._task = Task(claim, save, rank, snapshot.kept(), publishes=rank == 0, patience=10.0)
         self.writer = Writer()
 
     def write(self) -> None:
@@ -137,9 +137,9 @@ def come_late(rank: int, directory: Path) -> None:
     (directory / "global_step3").mkdir(parents=True)
     former, newer, publishes = Rank(directory, OLD, 1), Rank(directory, NEW, 1), Rank(directory, NEW, 0)
     os.kill(former.writer.process, signal.SIGSTOP)
-    Claim(directory, OLD).take()
+    CheckpointDirectory(directory, OLD).claim()
     former.write()
-    Claim(directory, NEW).take()
+    CheckpointDirectory(directory, NEW).claim()
     newer.write()
     assert newer.outcome().problem == ""
     os.kill(former.writer.process, signal.SIGCONT)
@@ -156,4 +156,4 @@ def test_a_process_of_a_former_start_does_not_hold_up_the_next(tmp_path):
     assert [one.run for one in read_lists(place)] == [NEW[:8]] * 2
     assert list(find_problems(place)) == []
     assert torch.load(place / "1_states.pt").tolist() == [1.0] * 9
-    assert latest_tag(tmp_path) == "global_step3"
+    assert CheckpointDirectory(tmp_path).latest_tag() == "global_step3"

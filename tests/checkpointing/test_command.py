@@ -1,13 +1,12 @@
 """`ds-compress checkpoint`."""
 
-from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.cli import main
-from tests.support.checkpoints import save, write
+from tests.support.checkpoints import publish, save, write
 
 
 def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     for step in (2, 4, 6):
-        catalog.publish(write(save(tmp_path, step)))
+        publish(write(save(tmp_path, step)))
     write(save(tmp_path, 8), ranks=(1,))
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -36,7 +35,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
 def test_a_tag_is_shown_whole_in_a_narrow_window(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    catalog.publish(write(save(tmp_path, 123456)))
+    publish(write(save(tmp_path, 123456)))
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     assert "global_step123456 " in capsys.readouterr().out.split("loads on")[0]
 

@@ -15,18 +15,26 @@ import pytest
 
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.completeness import FileList, read_list
-from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
-from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, send_copies
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
+from deepspeed_compress.checkpointing.memory_copies import (
+    COPIES,
+    DRAIN,
+    LOOK,
+    STILL,
+    Destination,
+    Movement,
+    Receiver,
+    send_copies,
+)
 from deepspeed_compress.checkpointing.memory_directory import (
-    ENVIRONMENT,
+    MemoryCatalog,
     find_host_saves,
     job_directory,
     job_name,
-    keep_only,
     missing_files,
 )
-from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, STILL, Movement
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.launcher.heartbeat import MEMORY
 from deepspeed_compress.transport.client import connect, own_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
@@ -134,7 +142,7 @@ def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
 def test_a_directory_that_the_system_has_removed_holds_nothing(tmp_path):
     """logind removes what a user has in /dev/shm at the end of the last session (RemoveIPC)."""
     assert find_host_saves(tmp_path / "gone") == ([], [])
-    keep_only(save(tmp_path / "gone", 4), ["global_step4"])
+    CheckpointDirectory(tmp_path / "gone").keep_only(save(tmp_path / "gone", 4), ["global_step4"])
 
 
 def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
@@ -189,7 +197,7 @@ def test_the_end_of_a_writer_waits_for_copies_that_move(monkeypatch, events, sec
     movement = Movement()
     does = {"moves": lambda: movement.note("a copy"), "ends": lambda: movement.end("a copy")}
     clock = Clock({100.0 + at: does[name] for at, name in events.items()})
-    monkeypatch.setattr("deepspeed_compress.checkpointing.movement.time", clock)
+    monkeypatch.setattr("deepspeed_compress.checkpointing.memory_copies.time", clock)
     movement.note("a copy")
     movement.wait()
     assert clock.now - 100.0 == pytest.approx(seconds, abs=2 * LOOK)
@@ -200,7 +208,7 @@ def test_an_address_that_others_can_reach():
 
 
 def test_a_job_is_identified_by_its_directory_and_memory_is_private(tmp_path, monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "memory"))
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
     job = job_name(tmp_path / "disk")
     assert job == job_name(tmp_path / "disk") != job_name(tmp_path / "other")
     place = job_directory(job)
@@ -221,7 +229,7 @@ def test_all_other_tags_are_removed(tmp_path):
     for step in (1, 2, 3):
         write(save(tmp_path, step))
     (files.list_file(tmp_path / "global_step3", 0)).write_text("damaged")
-    keep_only(save(tmp_path, 4), {"global_step2"})
+    CheckpointDirectory(tmp_path).keep_only(save(tmp_path, 4), {"global_step2"})
     assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
 
 
@@ -231,8 +239,8 @@ def test_a_tag_that_faster_ranks_have_begun_is_not_removed(tmp_path):
         write(save(tmp_path, step))
     for step in (3, 4):
         save(tmp_path, step).place.mkdir()
-    files.begin_list(save(tmp_path, 4), 1)
-    keep_only(save(tmp_path, 2), {"global_step2"})
+    CheckpointDirectory(tmp_path).begin(save(tmp_path, 4), 1)
+    CheckpointDirectory(tmp_path).keep_only(save(tmp_path, 2), {"global_step2"})
     assert sorted(place.name for place in tmp_path.iterdir()) == ["global_step2", "global_step3", "global_step4"]
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.catalog import checkpoints, latest_tag, prune, tags_to_try
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.direct import DirectFile
-from deepspeed_compress.checkpointing.memory_directory import find_host_saves, keep_only
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
+from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.state_description import read_description
@@ -23,12 +23,12 @@ from deepspeed_compress.errors import StateError
 from deepspeed_compress.file_locks import hold
 from deepspeed_compress.local_sgd.coordinator.server import lock_file
 from deepspeed_compress.safe_files import temporary, write_text
-from tests.support.checkpoints import save, write
+from tests.support.checkpoints import publish, save, write
 
 
 def written(directory: Path, *steps: int) -> None:
     for step in steps:
-        catalog.publish(write(save(directory, step, automatic=True)))
+        publish(write(save(directory, step, automatic=True)))
 
 
 def test_a_link_is_not_a_checkpoint_and_its_target_is_kept(tmp_path: Path) -> None:
@@ -36,8 +36,12 @@ def test_a_link_is_not_a_checkpoint_and_its_target_is_kept(tmp_path: Path) -> No
     (tmp_path / "best").symlink_to("global_step1")
     (tmp_path / "newest").symlink_to(tmp_path / "global_step3")
     (tmp_path / "broken").symlink_to("global_step9")
-    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step1", "global_step2", "global_step3"]
-    assert prune(tmp_path, 1) == ["global_step2"]
+    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == [
+        "global_step1",
+        "global_step2",
+        "global_step3",
+    ]
+    assert CheckpointDirectory(tmp_path).prune(1) == ["global_step2"]
     for kept in ("global_step1", "global_step3", "best", "newest"):
         assert list(find_problems(tmp_path / kept)) == []
 
@@ -47,9 +51,9 @@ def test_a_checkpoint_on_another_disk_is_loaded_by_its_link_and_never_removed(tm
     written(here, 1, 2, 3)
     (here / "global_step1").rename(elsewhere)
     (here / "global_step1").symlink_to(elsewhere)
-    assert prune(here, 1) == ["global_step2"]
+    assert CheckpointDirectory(here).prune(1) == ["global_step2"]
     assert list(find_problems(here / "global_step1")) == []
-    assert tags_to_try(here) == ["global_step3"]
+    assert CheckpointDirectory(here).tags_to_try() == ["global_step3"]
 
 
 def test_the_directory_and_latest_may_be_links(tmp_path: Path) -> None:
@@ -57,13 +61,16 @@ def test_the_directory_and_latest_may_be_links(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("real")
     (tmp_path / "real" / "best").symlink_to("global_step1")
-    assert prune(link, 1) == ["global_step2"]
+    assert CheckpointDirectory(link).prune(1) == ["global_step2"]
     (link / "latest").rename(tmp_path / "named")
     (link / "latest").symlink_to(tmp_path / "named")
-    assert latest_tag(link) == "global_step3"
+    assert CheckpointDirectory(link).latest_tag() == "global_step3"
     written(link, 4)
     # Another file took the place of the link, and what that led to is as it was.
-    assert ((tmp_path / "named").read_text(), latest_tag(link)) == ("global_step3", "global_step4")
+    assert ((tmp_path / "named").read_text(), CheckpointDirectory(link).latest_tag()) == (
+        "global_step3",
+        "global_step4",
+    )
 
 
 def test_links_in_the_memory_of_a_host_are_kept(tmp_path: Path) -> None:
@@ -72,7 +79,7 @@ def test_links_in_the_memory_of_a_host_are_kept(tmp_path: Path) -> None:
     written(other, 7)
     (memory / "linked").symlink_to(other / "global_step7")
     assert [one.tag for one in find_host_saves(memory)[0]] == ["global_step1"]
-    keep_only(save(memory, 8), ["global_step1"])
+    CheckpointDirectory(memory).keep_only(save(memory, 8), ["global_step1"])
     assert list(find_problems(other / "global_step7")) == []
 
 
@@ -90,9 +97,9 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_whole(
     written(tmp_path, 1, 2)
     with monkeypatch.context() as patched:
         patched.setattr(catalog.shutil, "rmtree", lambda *_, **__: None)
-        assert prune(tmp_path, 1) == ["global_step1"]
-    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2"]
-    prune(tmp_path, 1)
+        assert CheckpointDirectory(tmp_path).prune(1) == ["global_step1"]
+    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2"]
+    CheckpointDirectory(tmp_path).prune(1)
     assert not list(tmp_path.glob(".deepspeed_compress_removed_*"))
 
 
@@ -107,8 +114,8 @@ def test_all_others_are_removed_where_one_cannot_be(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "rename", refusing)
     with pytest.raises(StateError, match="global_step1 cannot be removed: busy"):
-        prune(tmp_path, 1)
-    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step1", "global_step3"]
+        CheckpointDirectory(tmp_path).prune(1)
+    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step1", "global_step3"]
     assert list(find_problems(tmp_path / "global_step1")) == []
 
 
@@ -172,7 +179,7 @@ def test_nothing_is_read_without_end(what: str, name: str, tmp_path: Path) -> No
     try:
         assert main(["checkpoint", "list", str(tmp_path)]) == 0
         assert main(["checkpoint", "verify", str(tmp_path)]) == int(name.startswith(files.STEM))
-        assert tags_to_try(tmp_path)[0] == "global_step2"
+        assert CheckpointDirectory(tmp_path).tags_to_try()[0] == "global_step2"
         assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
         if name.startswith("deepspeed_compress_rank"):
             with pytest.raises(StateError):
@@ -201,7 +208,7 @@ def test_a_damaged_latest_is_refused_by_name(
     written(tmp_path, 1, 2)
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(StateError, match="latest is damaged"):
-        tags_to_try(tmp_path)
+        CheckpointDirectory(tmp_path).tags_to_try()
     assert main(["checkpoint", "list", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     assert "latest is damaged" in shown.err

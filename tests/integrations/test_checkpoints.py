@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from transformers.trainer_utils import rotate_checkpoints
 
 import deepspeed_compress
-from deepspeed_compress.checkpointing.catalog import publish
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback, newest_complete_checkpoint
 from tests.integrations.trainers import INT4, SAVING, Job, Outcome, keep_checkpoint, train, trainer_of
-from tests.support.checkpoints import save, write
+from tests.support.checkpoints import publish, save, write
 from tests.support.forks import run_forks
 
 SAMPLED = pytest.mark.sampled(4)

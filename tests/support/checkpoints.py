@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
-from deepspeed_compress.checkpointing import completeness as files
-from deepspeed_compress.checkpointing.completeness import Save
+from deepspeed_compress.checkpointing.completeness import Save, digest
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 
 WORLD = 2
 
@@ -17,9 +17,15 @@ def save(directory: Path, step: int, **options: object) -> Save:
 def write(one: Save, ranks: tuple[int, ...] = (0, 1)) -> Save:
     """Write the files of `ranks` with their lists, and return the save."""
     one.place.mkdir(parents=True, exist_ok=True)
+    directory = CheckpointDirectory(one.directory)
     for rank in ranks:
-        files.begin_list(one, rank)
+        directory.begin(one, rank)
         file = one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file.write_bytes(random.Random(f"{one.number}{rank}").randbytes(3000))
-        files.write_list(one.place, files.listed(one, rank, {file: files.digest(file)}))
+        directory.finish(one, rank, {file: digest(file)})
     return one
+
+
+def publish(one: Save) -> None:
+    """Let `latest` name the save, whose files are all written."""
+    CheckpointDirectory(one.directory).publish(one)

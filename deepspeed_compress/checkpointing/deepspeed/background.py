@@ -19,17 +19,16 @@ from deepspeed.utils import logger
 from deepspeed_compress.backends.deepspeed.groups import destroy_groups
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
 from deepspeed_compress.checkpointing.catalog import is_complete
-from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save
-from deepspeed_compress.checkpointing.deepspeed.engine_files import EngineFiles, OpenCheckpoint
+from deepspeed_compress.checkpointing.deepspeed.engine_files import EngineFiles, OpenCheckpoint, check_saving
 from deepspeed_compress.checkpointing.deepspeed.exclusive import ExclusiveDirectory, start_of_all
-from deepspeed_compress.checkpointing.deepspeed.limits import check_saving
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, find_newest_step
 from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried
 from deepspeed_compress.compression import state
@@ -131,7 +130,7 @@ class BackgroundSaving(Participant):
         """Keep a state of compression, whose files belong to the current checkpoint, next to DeepSpeed's."""
         now = self.files.open
         assert now is not None, "save_checkpoint is not running"
-        now.snapshot.add(Call(state.write, (contents, file, now.claim.held), (file, file.with_suffix(".json"))))
+        now.snapshot.add(Call(state.write, (contents, file, now.directory.held), (file, file.with_suffix(".json"))))
 
     @contextmanager
     def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
@@ -152,16 +151,16 @@ class BackgroundSaving(Participant):
         self.before_step()
         host = self._memory if save.directory == self.memory_directory else None
         in_memory, queue = host is not None, self._disk if host is None else self._queues[-1]
-        claim = self._claimed(save, in_memory)
+        claimed = self._claimed(save, in_memory)
         memory = queue.take_memory()
         snapshot = Snapshot(memory, self._copies)
-        self.files.open = OpenCheckpoint(snapshot, claim, queue.rate, in_memory)
+        self.files.open = OpenCheckpoint(snapshot, claimed, queue.rate, in_memory)
         try:
             yield replace(request, directory=str(directory), in_memory=in_memory)
             # A failure, such as a lack of memory, is a problem of one checkpoint only.
             _, problem = tried(snapshot.copy)
             problem = problem or (self._exclusive.problem if save.directory == self._directory else "")
-            self._send(queue, self._task(save, claim, host), snapshot, memory, problem)
+            self._send(queue, self._task(claimed, save, host), snapshot, memory, problem)
         except BaseException:
             queue.give_back(memory)
             raise
@@ -259,22 +258,22 @@ class BackgroundSaving(Participant):
         self._queues.append(WriterQueue(Interval(settings.memory.every), private=True))
         return memory
 
-    def _claimed(self, save: Save, in_memory: bool) -> Claim:
-        """Return the claim of a checkpoint.
+    def _claimed(self, save: Save, in_memory: bool) -> CheckpointDirectory:
+        """Return the directory of a checkpoint, with a claim of this start.
 
         Directories that belong to this job alone were claimed when the engine was made; in others, each tag has its own
         claim. A collective follows before any rank's files are sent.
         """
         if in_memory or save.directory == self._directory:
             self._exclusive.take_again()
-            return Claim(save.directory, self._start)
-        claim = Claim(save.place, self._start)
+            return CheckpointDirectory(save.directory, self._start)
+        directory = CheckpointDirectory(save.directory, self._start, claimed=save.place)
         if not self._rank:
             # If this fails, the checkpoint itself reports it.
             with suppress(OSError):
                 save.place.mkdir(parents=True, exist_ok=True)
-                claim.take()
-        return claim
+                directory.claim()
+        return directory
 
     def _save_and_leave(self) -> None:
         """Save on disk after SIGTERM, unless this step is already being saved there, and exit.
@@ -309,12 +308,13 @@ class BackgroundSaving(Participant):
         self._copying = Thread(target=_copy_and_send, args=(queue, task, snapshot, memory, problem))
         self._copying.start()
 
-    def _task(self, save: Save, claim: Claim, host: HostMemory | None) -> Task:
+    def _task(self, directory: CheckpointDirectory, save: Save, host: HostMemory | None) -> Task:
         patience, keep = seconds(self._settings.timeout), self._settings.keep if save.automatic else None
         if host is not None:
             # No directory has the files of all ranks, so no writer waits for those of the others.
-            return host.task(Task(save, self._rank, claim, NOTHING, False, patience))
-        return Task(save, self._rank, claim, NOTHING, self._rank == 0, patience, keep, ended=self._disk.agreed)
+            return host.task(Task(directory, save, self._rank, NOTHING, False, patience))
+        publishes = self._rank == 0
+        return Task(directory, save, self._rank, NOTHING, publishes, patience, keep, ended=self._disk.agreed)
 
 
 def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:

@@ -10,14 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.backends.deepspeed.groups import find_position
 from deepspeed_compress.backends.deepspeed.norms import loss_scale
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.checkpointing.completeness import unlist_all
 from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest
-from deepspeed_compress.checkpointing.deepspeed.places import find_place
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state_description import Moment
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.engine import BackgroundCheckpoints
 from deepspeed_compress.session.session import Session
@@ -81,6 +82,16 @@ class CompressionState(Participant):
             stage = int(engine.zero_optimization_stage())
             moment = Moment(stage, engine.global_steps, loss_scale(engine), request.name)
             save_state_files(session, directory, place, moment, writing(session.saving))
+
+
+def find_place(engine: Any, config: CompressConfig) -> Place:
+    """Return the place of this rank's files. Collective.
+
+    Each island within the job has its own directory, and numbers its ranks separately.
+    """
+    island = engine.mpu.ranks if isinstance(engine.mpu, IslandUnit) else None
+    rank = engine.global_rank if island is None else island.index(engine.global_rank)
+    return Place(rank, find_position(engine, config, island), engine.device)
 
 
 def load_last(engine: Any) -> None:

@@ -1,22 +1,28 @@
-"""DeepSpeed's `checkpoint_engine`, which gets every file that an engine saves.
+"""DeepSpeed's files: its `checkpoint_engine`, which gets every file that an engine saves, and the reading of one.
 
 DeepSpeed's `save_checkpoint` passes every file to `engine.checkpoint_engine` (runtime/checkpoint_engine). Ours keeps
 the contents, and a separate process writes them (`writer`). It declares itself decoupled, so that DeepSpeed does
 not write the file `latest`; the writer does so once the files of all ranks exist.
 """
 
+import os
+import pickle
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_compress.checkpointing.claim import Claim
+from deepspeed_compress.checkpointing.direct import write_torch
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import Call, Snapshot
-from deepspeed_compress.checkpointing.writer import write_torch
+from deepspeed_compress.errors import StateError, UnsupportedError
+from deepspeed_compress.safe_files import open_regular
 
 
 class _Scripts:
@@ -32,13 +38,13 @@ class OpenCheckpoint:
 
     Attributes:
         snapshot: keeps the calls that write them.
-        claim: the claim of its directory or tag.
+        directory: its directory, with the claim of this start.
         rate: bytes per second at which they are written; None for no limit.
         in_memory: True if they are written to host memory.
     """
 
     snapshot: Snapshot
-    claim: Claim
+    directory: CheckpointDirectory
     rate: float | None
     in_memory: bool
 
@@ -79,7 +85,7 @@ class EngineFiles(TorchCheckpointEngine):  # type: ignore[misc]  # DeepSpeed has
         if self.open is None:
             write_torch(state_dict, Path(path), None)
             return
-        arguments = (state_dict, Path(path), self.open.rate, self.open.claim.held)
+        arguments = (state_dict, Path(path), self.open.rate, self.open.directory.held)
         self.open.snapshot.add(Call(write_torch, arguments, (Path(path),)))
 
     def copy_script(self, original: Callable[[str], None], save_path: str) -> None:
@@ -92,3 +98,41 @@ class EngineFiles(TorchCheckpointEngine):  # type: ignore[misc]  # DeepSpeed has
     def cleanup(self) -> None:
         """Clean up, because DeepSpeed destroys the engine."""
         self._clean_up()
+
+
+def check_saving(engine: Any) -> None:
+    """Check that DeepSpeed saves in a way that can be done in the background.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
+        raise UnsupportedError(
+            f"/deepspeed_compress/checkpointing cannot be combined with {type(engine.checkpoint_engine).__name__} "
+            "(allowed: DeepSpeed's default checkpoint engine); remove the key, or checkpoint.writer and nebula"
+        )
+    if not hasattr(os, "memfd_create"):
+        raise UnsupportedError("/deepspeed_compress/checkpointing requires Linux (memfd_create); remove the key")
+    if engine.use_node_local_storage() or engine.zero_nvme_offload_optimizer():
+        raise UnsupportedError(
+            "/deepspeed_compress/checkpointing cannot be combined with use_node_local_storage or an optimizer on NVMe, "
+            "because their files are not all in one directory (allowed: one directory for all ranks); remove "
+            "one of the two keys"
+        )
+
+
+def read_states(file: Path) -> dict[str, Any]:
+    """Return the contents of a file, unpickled as DeepSpeed does, with tensors that are memory-mapped if possible.
+
+    It is impossible in torch's older format, which DeepSpeed writes with `"checkpoint_serialization": false`.
+
+    Raises:
+        StateError: the file is missing or damaged.
+    """
+    try:
+        with open_regular(file) as stream:
+            can_map = zipfile.is_zipfile(stream)
+        states: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=can_map)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise StateError(f"{file} is missing or damaged ({error})") from error
+    return states

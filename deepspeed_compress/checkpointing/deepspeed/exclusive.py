@@ -1,25 +1,22 @@
-"""Exclusive use of a checkpoint directory by one job, one start of the job, and one running island, for all ranks.
+"""Exclusive use of a checkpoint directory by one job, one start of the job, and one engine, for all ranks.
 
-See `file_locks` for the lock and `claim` for the start of a job.
+See `file_locks.hold` for the job, and `CheckpointDirectory.claim` for its start.
 """
 
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 
-from deepspeed_compress.checkpointing.claim import Claim, this_start
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.file_locks import hold, locked
-from deepspeed_compress.safe_files import open_regular, read_text, write_text
+from deepspeed_compress.file_locks import hold
+from deepspeed_compress.safe_files import open_regular, write_text
 from deepspeed_compress.session.state_files import result_on_all
 
-_ISLAND = "deepspeed_compress_island.json"
-"""File in a checkpoint directory that names the island to which it belongs."""
 _ENGINE = ".deepspeed_compress_engine"
 """File in a checkpoint directory that names the engine that has last begun to save there automatically."""
 
@@ -39,7 +36,7 @@ class ExclusiveDirectory:
     """
 
     def __init__(self, directory: Path | None, start: str, engine: str) -> None:
-        self._claim = None if directory is None or dist.get_rank() else Claim(directory, start)
+        self._directory = None if directory is None or dist.get_rank() else CheckpointDirectory(directory, start)
         self._engine = engine.encode()
         self._lock: TextIO | None = None
         self._is_claimed = self._is_named = False
@@ -70,21 +67,26 @@ class ExclusiveDirectory:
             self._lock = None
 
     def _take(self) -> None:
-        if self._claim is None:
+        if self._directory is None:
             return
         try:
-            self._lock = self._lock or _locked(self._claim.place)
+            self._lock = self._lock or hold(self._directory.path)
+            if self._lock is None:
+                raise StateError(
+                    f"/deepspeed_compress/checkpointing/directory: {self._directory.path}: another running job saves "
+                    "its checkpoints there (allowed: one job at a time); write another directory"
+                )
             if not self._is_claimed:
-                self._claim.take()
+                self._directory.claim()
                 self._is_claimed = True
             self.problem = ""
         except OSError as error:
             self.problem = f"{type(error).__name__}: {error}"
 
     def _check_only_engine(self) -> None:
-        if self._claim is None:
+        if self._directory is None:
             return
-        file = self._claim.place / _ENGINE
+        file = self._directory.path / _ENGINE
         with suppress(OSError):
             if not self._is_named:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,55 +113,3 @@ def _on_all(work: Callable[[], None]) -> None:
 def start_of_all() -> str:
     """Return the name of this start of the job, which is the same on all ranks. Collective."""
     return gather_objects(this_start())[0]
-
-
-def _locked(directory: Path) -> TextIO:
-    """Return the lock of `directory`.
-
-    Raises:
-        OSError: nothing can be written there.
-        StateError: another job holds the lock.
-    """
-    lock = hold(directory)
-    if lock is None:
-        raise StateError(
-            f"/deepspeed_compress/checkpointing/directory: {directory}: another running job saves its "
-            "checkpoints there (allowed: one job at a time); write another directory"
-        )
-    return lock
-
-
-def take_for_island(directory: Path, run: str | None, number: int, others: Collection[int]) -> None:
-    """Reserve `directory` for the checkpoints of island `number` of `run`.
-
-    Args:
-        directory: the directory of checkpoints; it is created if necessary.
-        run: the run of the islands.
-        number: the number of this island.
-        others: the numbers of the other islands that are running.
-
-    Raises:
-        StateError: the directory belongs to one of `others`. They would overwrite each other's files.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory):
-        found = _island_of(directory / _ISLAND)
-        if found.get("run") == run and found["number"] in others:
-            raise StateError(
-                f"island {found['number']} saves in {directory}, and this is island {number} (allowed: one "
-                "directory per island); give save_checkpoint, or Trainer's output_dir, a different directory on every "
-                "island"
-            )
-        write_text(directory / _ISLAND, json.dumps({"run": run, "number": number}))
-
-
-def _island_of(file: Path) -> Mapping[str, Any]:
-    """Return the run and number of the island in `file`.
-
-    Empty if the file is missing or unreadable; it is then rewritten.
-    """
-    try:
-        found: dict[str, Any] = json.loads(read_text(file))
-        return {"run": found["run"], "number": int(found["number"])}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return {}

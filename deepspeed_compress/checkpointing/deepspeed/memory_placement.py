@@ -19,21 +19,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.groups import destroy_groups
-from deepspeed_compress.checkpointing.claim import Claim
-from deepspeed_compress.checkpointing.memory_catalog import MemoryCatalog
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver
-from deepspeed_compress.checkpointing.memory_directory import ENVIRONMENT, job_directory, job_name
+from deepspeed_compress.checkpointing.memory_directory import MemoryCatalog, job_directory, job_name
 from deepspeed_compress.checkpointing.writer import Task
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.config.durations import byte_rate
 from deepspeed_compress.config.models import MemoryCheckpoints
 from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.launcher.heartbeat import HOSTS, MEMORY
 from deepspeed_compress.session.state_files import result_on_all
 from deepspeed_compress.transport.client import own_address
 
 T = TypeVar("T")
 
-_HOSTS = "DS_COMPRESS_HOSTS"
 _KEY = "/deepspeed_compress/checkpointing/memory"
 
 
@@ -82,7 +81,7 @@ class HostMemory:
         job = self._from_first(lambda: job_name(self._disk))
         self.directory = self._on_all(lambda: job_directory(job))
         self.hosts = self._find_hosts()
-        self._on_all(lambda: Claim(self.directory, start).take() if self.leads else None)
+        self._on_all(lambda: CheckpointDirectory(self.directory, start).claim() if self.leads else None)
         self.leaders = dist.new_group(self.hosts.leaders, backend="gloo")
         """Group of the leaders. Other ranks are not in it."""
         self.catalog = MemoryCatalog(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
@@ -122,7 +121,7 @@ class HostMemory:
             self._receiver = None
         destroy_groups([self.leaders])
         failed = sys.exception() is not None or getattr(sys, "last_value", None) is not None
-        if self.leads and not failed and ENVIRONMENT not in os.environ:
+        if self.leads and not failed and MEMORY not in os.environ:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _from_first(self, work: Callable[[], T]) -> T:
@@ -155,12 +154,10 @@ class HostMemory:
         return Destination(address, port, key, rate)
 
     def _address(self) -> str:
-        named = os.environ.get(_HOSTS)
+        named = os.environ.get(HOSTS)
         if named is None:
             return own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         hosts = json.loads(named)
         if len(hosts) != len(self.hosts.ranks):
-            raise StateError(
-                f"{_HOSTS} lists {len(hosts)} hosts, but the ranks see {len(self.hosts.ranks)} directories"
-            )
+            raise StateError(f"{HOSTS} lists {len(hosts)} hosts, but the ranks see {len(self.hosts.ranks)} directories")
         return str(hosts[self.hosts.here])

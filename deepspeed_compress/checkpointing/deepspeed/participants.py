@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.session.observer import of_first
 from deepspeed_compress.session.patches import Patches
@@ -135,7 +134,7 @@ def _save(
     if not given["save_dir"]:
         # DeepSpeed reports the problem before it writes anything.
         return original(**given)
-    tag, save_latest = tag_of(engine, given.get("tag")), bool(given.get("save_latest", True))
+    tag, save_latest = _tag_of(engine, given.get("tag")), bool(given.get("save_latest", True))
     # DeepSpeed alone replaces its own files of the same tag and leaves ours, so both contain the name of their save.
     request = SaveRequest(given["save_dir"], tag, save_latest, of_first(uuid4().hex))
     client_state = {**(given.get("client_state") or {}), _SAVE: request.name}
@@ -181,3 +180,11 @@ def _load_request(given: Mapping[str, Any]) -> LoadRequest:
         load_lr_scheduler_states=bool(given.get("load_lr_scheduler_states", True)),
         load_module_only=bool(given.get("load_module_only", False)),
     )
+
+
+def _tag_of(engine: Any, tag: object) -> str:
+    """Return the name of the directory that `save_checkpoint` of `engine` writes for `tag`.
+
+    `tag` may be any value, including 0; None stands for the current step.
+    """
+    return f"global_step{engine.global_steps}" if tag is None else str(tag)

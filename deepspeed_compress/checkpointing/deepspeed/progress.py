@@ -3,16 +3,45 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler
-from deepspeed_compress.checkpointing.deepspeed.agreement import Agreement
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning, StateError
+
+
+@dataclass
+class Agreement:
+    """Maximum over all ranks of `group` of some numbers, which is asked for in one step and available in the next.
+
+    Attributes:
+        group: the ranks.
+        numbers: the numbers of this rank, and their maxima after `finish`; int64.
+        work: the pending all-reduce; None if none is.
+    """
+
+    group: ProcessGroup
+    numbers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    work: dist.Work | None = None
+
+    def begin(self, *numbers: int) -> None:
+        """Start an agreement on `numbers`. Collective; only one may be pending."""
+        self.numbers = torch.tensor(numbers, dtype=torch.int64)
+        self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def finish(self) -> list[int]:
+        """Wait, and return the maximum of each number over all ranks. `begin` must have been called."""
+        assert self.work is not None, "no agreement is pending"
+        self.work.wait()
+        self.work = None
+        return [int(number) for number in self.numbers]
 
 
 class Progress:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.checkpointing.catalog import checkpoints, tags_to_try
 from deepspeed_compress.checkpointing.completeness import FileList, find_damaged, find_problems, list_file, write_list
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_copies import write_checked
 from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files
 from deepspeed_compress.collectives.objects import gather_objects
@@ -91,17 +91,17 @@ def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, gro
 def _looked(directory: Path) -> tuple[list[Candidate], str]:
     """Return the candidates in `directory`, or the reason why they cannot be found, which all ranks must learn."""
     try:
-        return list(_on_disk(directory)), ""
+        return list(_on_disk(CheckpointDirectory(directory))), ""
     except (StateError, OSError) as error:
         return [], str(error)
 
 
-def _on_disk(directory: Path) -> Iterator[Candidate]:
+def _on_disk(directory: CheckpointDirectory) -> Iterator[Candidate]:
     """Yield the candidates on disk. A damaged one that does not state its step keeps its place in the order."""
-    tags = tags_to_try(directory)
-    steps = {found.tag: found.step for found in checkpoints(directory)} if tags else {}
+    tags = directory.tags_to_try()
+    steps = {checkpoint.tag: checkpoint.step for checkpoint in directory.checkpoints()} if tags else {}
     known = list(accumulate([steps.get(tag) or 0 for tag in reversed(tags)], max))
-    yield from (Candidate(directory, tag, step) for tag, step in zip(tags, reversed(known), strict=True))
+    yield from (Candidate(directory.path, tag, step) for tag, step in zip(tags, reversed(known), strict=True))
 
 
 def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:

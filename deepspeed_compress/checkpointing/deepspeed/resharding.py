@@ -20,13 +20,17 @@ from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
 from deepspeed_compress.backends.deepspeed.versions import model_parallel_rank
-from deepspeed_compress.checkpointing.catalog import latest_tag
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import find_place
+from deepspeed_compress.checkpointing.deepspeed.engine_files import read_states
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant
-from deepspeed_compress.checkpointing.deepspeed.places import find_place
-from deepspeed_compress.checkpointing.deepspeed.state_dicts import read_states
 from deepspeed_compress.checkpointing.deepspeed.universal import check_universal
-from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_3, state_of_zero_12
-from deepspeed_compress.checkpointing.parts import Fragments, even_piece
+from deepspeed_compress.checkpointing.deepspeed.zero_parts import (
+    Fragments,
+    even_piece,
+    state_of_zero_3,
+    state_of_zero_12,
+)
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.patches import Patches
@@ -100,7 +104,7 @@ def _read_saved(engine: Any, directory: Path, tag: str | None) -> _Saved | None:
 
     DeepSpeed reports that.
     """
-    tag = tag or latest_tag(directory)
+    tag = tag or CheckpointDirectory(directory).latest_tag()
     names = [] if tag is None else _model_files(engine, str(directory), tag)
     if tag is None or not names:
         return None

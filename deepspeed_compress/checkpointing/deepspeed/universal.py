@@ -13,8 +13,8 @@ from deepspeed.checkpoint.constants import PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.backends.deepspeed.versions import tensor_parallel_record
-from deepspeed_compress.checkpointing.catalog import latest_tag
-from deepspeed_compress.checkpointing.deepspeed.state_dicts import read_states
+from deepspeed_compress.checkpointing.deepspeed.engine_files import read_states
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.patches import replaced
@@ -35,7 +35,7 @@ def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
 
 
 def _check(engine: Any, directory: Path, tag: str | None) -> None:
-    found = tag or latest_tag(directory, _LATEST)
+    found = tag or CheckpointDirectory(directory).latest_tag(_LATEST)
     if found is not None and (directory / found / "zero").is_dir():
         for problem in _problems(engine, directory / found / "zero"):
             raise StateError(f"{directory / found}: {problem}")
@@ -70,7 +70,7 @@ def _is_newest(directory: Path, own: int | None) -> bool:
 
 def _step(directory: Path) -> int | None:
     """Return the step of the universal checkpoint that DeepSpeed would load; None without any."""
-    tag = latest_tag(directory, _LATEST)
+    tag = CheckpointDirectory(directory).latest_tag(_LATEST)
     if tag is None:
         return None
     files = sorted((directory / tag).glob("mp_rank_*_model_states.pt"))

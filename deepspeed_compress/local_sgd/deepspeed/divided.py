@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
-from deepspeed_compress.checkpointing.catalog import LATEST, latest_tag
+from deepspeed_compress.checkpointing.catalog import LATEST
 from deepspeed_compress.checkpointing.deepspeed.participants import (
     Loaded,
     LoadRequest,
@@ -27,6 +27,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     SaveRequest,
     attach_participants,
 )
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
@@ -39,6 +40,7 @@ from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequ
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
 from deepspeed_compress.local_sgd.deepspeed.state_files import ISLAND, ExchangeFiles, check_tag, first_file, tag_of_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
+from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import result_on_all
@@ -118,7 +120,7 @@ class _Directory(Participant):
         tag = request.tag
         if tag is None:
             # DeepSpeed writes `latest` only on the first rank of the job.
-            tag = latest_tag(_base(request.directory))
+            tag = CheckpointDirectory(_base(request.directory)).latest_tag()
         else:
             check_tag(tag)
         yield replace(request, directory=self._own(request.directory), tag=tag)
@@ -167,7 +169,7 @@ class _Files(Participant):
         result_on_all(save, problem="the state of islands is not saved: ")
         yield replace(request, directory=str(mine))
         if self.unit.number and dist.get_rank() == self.unit.ranks[0] and request.save_latest:
-            (mine / LATEST).write_text(tag, encoding="utf-8")
+            write_text(mine / LATEST, tag)
         dist.barrier()
 
     @contextmanager
@@ -178,7 +180,7 @@ class _Files(Participant):
         """
         self.exchange.discard()
         base = _base(request.directory)
-        tag = latest_tag(base) if request.tag is None else request.tag
+        tag = CheckpointDirectory(base).latest_tag() if request.tag is None else request.tag
         islands = 1 if tag is None else _saved_islands(base / tag)
         if not self.files.engine.load_universal_checkpoint():
             # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.

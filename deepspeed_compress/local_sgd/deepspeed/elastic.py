@@ -23,7 +23,6 @@ from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.backends.deepspeed.engine_facts import stage_count, tensor_size, tied_copies
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import writing
-from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
 from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import StepClock
@@ -42,7 +41,7 @@ from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import (
 )
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
-from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, check_tag, first_file
+from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, check_tag, first_file, take_for_island
 from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult

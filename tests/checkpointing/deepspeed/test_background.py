@@ -20,14 +20,13 @@ from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError
-from deepspeed_compress.checkpointing import writer
-from deepspeed_compress.checkpointing.catalog import checkpoints
-from deepspeed_compress.checkpointing.claim import Claim
+from deepspeed_compress.checkpointing import direct
 from deepspeed_compress.checkpointing.completeness import find_problems, list_paths
 from deepspeed_compress.checkpointing.deepspeed import background
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.direct import DirectFile
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.file_locks import hold
 from deepspeed_compress.tools.checkpoint import convert
@@ -190,7 +189,7 @@ def train_on_a_full_disk(rank: int, directory: str, steps: int) -> tuple[list[st
             run(engine, [next(batches)])
             engine.compression.saving.wait()
     engine.destroy()
-    return texts, [(found.step, found.complete) for found in checkpoints(Path(directory))]
+    return texts, [(found.step, found.complete) for found in CheckpointDirectory(Path(directory)).checkpoints()]
 
 
 def test_a_full_disk_costs_checkpoints_of_a_later_start_but_not_the_run(tmp_path):
@@ -225,7 +224,7 @@ def save_one_tag_again(rank: int, directory: str) -> tuple[list[str], list[tuple
             engine.save_checkpoint(directory, tag="last")
             engine.compression.saving.wait()
     engine.destroy()
-    return texts, [(found.tag, found.complete) for found in checkpoints(Path(directory))]
+    return texts, [(found.tag, found.complete) for found in CheckpointDirectory(Path(directory)).checkpoints()]
 
 
 def test_a_tag_is_saved_again_after_a_full_disk(tmp_path):
@@ -249,7 +248,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
     engine.destroy()
     dist.barrier()
     ours = texts
-    return ours, [(found.step, found.complete) for found in checkpoints(Path(directory))]
+    return ours, [(found.step, found.complete) for found in CheckpointDirectory(Path(directory)).checkpoints()]
 
 
 def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
@@ -296,7 +295,7 @@ def every(rank: int, directory: str, interval: object, pause: float) -> list:
         run(engine, [next(batches)])
         time.sleep(pause)
     engine.compression.saving.wait()
-    found = [(one.step, one.complete, one.automatic) for one in checkpoints(Path(directory))]
+    found = [(one.step, one.complete, one.automatic) for one in CheckpointDirectory(Path(directory)).checkpoints()]
     state = engine.load_checkpoint(directory)[1]
     engine.destroy()
     return [found, state["position"]]
@@ -390,7 +389,7 @@ def test_a_taken_checkpoint_is_written_even_if_the_ranks_are_killed(tmp_path):
     assert not (tmp_path / "latest").exists()
     (tmp_path / "released").touch()
     until(lambda: (tmp_path / "latest").exists())
-    [found] = checkpoints(tmp_path)
+    [found] = CheckpointDirectory(tmp_path).checkpoints()
     assert (found.step, found.complete) == (3, True)
     assert list(find_problems(found.place)) == []
 
@@ -463,7 +462,7 @@ def export(rank: int, directory: str) -> list:
     one = job(1, max_rate="1 kB/s")
     engine = start(one)
     run(engine, data(rank, one)[:2])
-    with patch.object(writer, "DirectFile", wraps=DirectFile) as opened:
+    with patch.object(direct, "DirectFile", wraps=DirectFile) as opened:
         engine.save_16bit_model(directory, "model.bin")
     rates = [call.args[1] for call in opened.call_args_list]
     deepspeed_compress.detach(engine)
@@ -546,7 +545,7 @@ def save_in_one_directory(rank: int, directory: str) -> tuple[str, list[int]]:
     refused = refusal(ConfigError, run, first, batches[4:5])
     run(second, batches[2:3])
     second.compression.saving.wait()
-    return refused, [one.step or 0 for one in checkpoints(Path(directory))]
+    return refused, [one.step or 0 for one in CheckpointDirectory(Path(directory)).checkpoints()]
 
 
 def test_a_second_engine_that_saves_in_the_same_directory_is_noticed(tmp_path):
@@ -643,17 +642,17 @@ def save_late(rank: int, directory: str) -> list[str]:
     """Return the problems of a checkpoint in a directory that a later start has claimed."""
     engine = start(job())
     run(engine, data(rank, job())[:1])
-    claim = Claim(Path(directory, "global_step1"), "0" * 32)
+    claim = CheckpointDirectory(Path(directory, "global_step1"), "0" * 32)
     if rank == 0:
-        claim.place.mkdir(parents=True)
-        claim.take()
+        claim.path.mkdir(parents=True)
+        claim.claim()
     engine.save_checkpoint(directory)
     engine.compression.saving.wait()
     with suppress(StateError):
         claim.check()
         return ["the former start may write"]
     engine.destroy()
-    return list(find_problems(claim.place))
+    return list(find_problems(claim.path))
 
 
 def test_a_new_start_takes_over_the_tag_of_a_former_one(tmp_path):

@@ -258,7 +258,7 @@ def test_another_number_of_ranks_keeps_the_sum_over_them(method, before, after, 
 
 def load_state(engine: Any, directory: str) -> None:
     """Load the compression state, and nothing else, of the checkpoint in `directory`."""
-    from deepspeed_compress.checkpointing.deepspeed.places import find_place
+    from deepspeed_compress.checkpointing.deepspeed.checkpoint import find_place
     from deepspeed_compress.session.state_files import load_state_files
 
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")

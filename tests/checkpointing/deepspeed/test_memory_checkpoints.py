@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import deepspeed_compress
 from deepspeed_compress import StateError
-from deepspeed_compress.checkpointing.catalog import checkpoints
 from deepspeed_compress.checkpointing.completeness import VERSION, FileList, list_paths
 from deepspeed_compress.checkpointing.deepspeed import recovery
 from deepspeed_compress.checkpointing.deepspeed.recovery import Candidate
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
@@ -219,7 +219,7 @@ def fill(rank: int, plan: Plan) -> tuple:
             step(engine, plan, [batch])
             saving.wait()
         warned.append(texts)
-    found = sorted(one.step for one in checkpoints(Path(plan.disk_directory)) if one.complete)
+    found = sorted(one.step for one in CheckpointDirectory(Path(plan.disk_directory)).checkpoints() if one.complete)
     files = [file for file in job.rglob("*") if file.is_file()]
     held = {file.parent.name for file in files if file.name.startswith("zero_pp_rank_1")}
     private = all(not file.stat().st_mode & 0o077 for file in files)

@@ -5,9 +5,9 @@ import resource
 import signal
 from pathlib import Path
 
-from deepspeed_compress.checkpointing.claim import Claim
 from deepspeed_compress.checkpointing.completeness import Save, find_problems
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import NOTHING
 from deepspeed_compress.checkpointing.writer import Task
 from tests.support.forks import run_forks
@@ -31,7 +31,7 @@ def test_the_end_frees_all_memory_and_descriptors() -> None:
 def save_without_free_descriptors(rank: int, directory: Path) -> list[str]:
     queue, save = WriterQueue(Interval(None)), Save(directory, "global_step1", "run", 1, 1, world=1)
     save.place.mkdir()
-    task, memory = Task(save, 0, Claim(directory, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    task, memory = Task(CheckpointDirectory(directory, "0" * 32), save, 0, NOTHING, True, 30.0), queue.take_memory()
     queue.begin(task, memory)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -52,7 +52,7 @@ def test_states_that_an_earlier_save_of_the_tag_has_left_are_removed(tmp_path: P
     save.place.mkdir()
     for name in ("mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt", "random_states.pt"):
         save.place.joinpath(name).touch()
-    task, memory = Task(save, 0, Claim(tmp_path, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    task, memory = Task(CheckpointDirectory(tmp_path, "0" * 32), save, 0, NOTHING, True, 30.0), queue.take_memory()
     queue.begin(task, memory)
     queue.send(task, memory)
     queue.close()
@@ -63,7 +63,7 @@ def test_states_that_an_earlier_save_of_the_tag_has_left_are_removed(tmp_path: P
 def test_a_checkpoint_that_was_complete_before_its_writer_died_stays_complete(tmp_path: Path) -> None:
     queue, save = WriterQueue(Interval(None)), Save(tmp_path, "global_step1", "run", 1, 1, world=1)
     save.place.mkdir()
-    task, memory = Task(save, 0, Claim(tmp_path, "0" * 32), NOTHING, True, 30.0), queue.take_memory()
+    task, memory = Task(CheckpointDirectory(tmp_path, "0" * 32), save, 0, NOTHING, True, 30.0), queue.take_memory()
     queue.begin(task, memory)
     queue.send(task, memory)
     writer = queue._writer
