@@ -136,7 +136,7 @@ TABLE = {
     "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd errors", "torch"),
-    "local_sgd.coordinator": allow("errors safe_files transport", "pydantic"),
+    "local_sgd.coordinator": allow("errors file_locks safe_files transport", "pydantic"),
     "local_sgd.parameter_server": allow(
         "local_sgd collectives compression config errors monitor transport", "pydantic torch safetensors"
     ),

@@ -23,12 +23,12 @@ from deepspeed_compress.errors import StateError
 from deepspeed_compress.file_locks import hold
 from deepspeed_compress.local_sgd.coordinator.server import lock_file
 from deepspeed_compress.safe_files import temporary, write_text
-from tests.support.checkpoints import publish, save, write
+from tests.support.checkpoints import save, write
 
 
 def written(directory: Path, *steps: int) -> None:
     for step in steps:
-        publish(write(save(directory, step, automatic=True)))
+        CheckpointDirectory(directory).publish(write(save(directory, step, automatic=True)))
 
 
 def test_a_link_is_not_a_checkpoint_and_its_target_is_kept(tmp_path: Path) -> None:
