@@ -34,8 +34,8 @@ class JobOptions:
 
 
 @dataclass
-class Agent:
-    """Connected agent.
+class ConnectedAgent:
+    """Agent of a host, as the supervisor sees it.
 
     `silent` is the seconds since the last heartbeat of its ranks; None until each of them has sent one.
     """

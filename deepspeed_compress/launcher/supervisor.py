@@ -14,7 +14,7 @@ from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
 from deepspeed_compress.launcher.job_state import (
     EARLY_FAILURES,
     EQUAL_FAILURES,
-    Agent,
+    ConnectedAgent,
     Failure,
     JobOptions,
     JobState,
@@ -47,7 +47,7 @@ class Supervisor:
 
     def __init__(self, options: JobOptions, size_problem: Callable[[int], str], log: Callable[[str], None]) -> None:
         self._options, self._size_problem, self._log = options, size_problem, log
-        self._agents: dict[str, Agent] = {}
+        self._agents: dict[str, ConnectedAgent] = {}
         self._state = JobState()
         self._outbox: list[tuple[str, Message]] = []
         self._handlers: Mapping[str, Callable[[str, Message, float], None]] = {
@@ -123,7 +123,7 @@ class Supervisor:
         if name in self._agents:
             # An agent joins once per connection, each time under a new name.
             return
-        self._agents[name] = Agent(message["address"], tuple(message["slots"]), message["port"], now)
+        self._agents[name] = ConnectedAgent(message["address"], tuple(message["slots"]), message["port"], now)
         if self._state.phase == "over":
             # It was considered lost when the job ended, and would wait forever for this message.
             self._send_over(name)
@@ -288,7 +288,7 @@ class Supervisor:
         placement = self._state.placement
         return [] if placement is None else [host.name for host in placement.hosts]
 
-    def _placed(self) -> dict[str, Agent]:
+    def _placed(self) -> dict[str, ConnectedAgent]:
         """Return the connected members that have ranks of this start."""
         return {name: self._agents[name] for name in self._placed_names() if name in self._agents}
 
