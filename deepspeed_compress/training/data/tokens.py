@@ -11,9 +11,9 @@ a step is the same with any number of data-parallel ranks.
 
 import hashlib
 import json
-import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.safe_files import replacing
 from deepspeed_compress.training.data.corpus import CHUNK_CHARS, documents
 from deepspeed_compress.training.data.tokenizer import end_token, load_tokenizer
 
@@ -107,7 +108,7 @@ def _encode_all(
     vocab_size, end = loaded.get_vocab_size(), end_token(tokenizer, loaded)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     bounds, done, total = [0], 0, _size(files)
-    with _Renamed(_token_file(directory, key)) as (stream, commit):
+    with _replacing(_token_file(directory, key)) as stream:
         for file in files:
             bounds.append(bounds[-1])
             for tokens, chars in _encoded(file, loaded, end, chunk_chars):
@@ -116,11 +117,9 @@ def _encode_all(
                 done += chars
                 if progress:
                     progress("encoding", done, total)
-        commit()
-    with _Renamed(_index_file(directory, key)) as (stream, commit):
+    with _replacing(_index_file(directory, key)) as stream:
         index = {"format": FORMAT, "dtype": dtype.str, "vocab_size": vocab_size, "bounds": bounds}
         stream.write(json.dumps(index | {"files": [str(file) for file in files]}).encode())
-        commit()
 
 
 def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[tuple[list[int], int]]:
@@ -131,26 +130,9 @@ def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> It
         yield [end], 0
 
 
-class _Renamed:
-    """Temporary file next to `target` that takes its name on commit, and is removed otherwise."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __enter__(self) -> tuple[BinaryIO, Callable[[], None]]:
-        handle, name = tempfile.mkstemp(prefix=f".{self.target.name}-", dir=self.target.parent)
-        self.scratch, self.stream = Path(name), os.fdopen(handle, "wb")
-        return self.stream, self._commit
-
-    def _commit(self) -> None:
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        self.scratch.chmod(0o644)
-        os.replace(self.scratch, self.target)
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
-        self.scratch.unlink(missing_ok=True)
+def _replacing(target: Path) -> AbstractContextManager[BinaryIO]:
+    """Return a context that replaces `target` by a new file. Ranks of several hosts may write the same one."""
+    return replacing(target, target.with_name(f".{target.name}-{secrets.token_hex(8)}"))
 
 
 def _size(files: list[Path]) -> int:
