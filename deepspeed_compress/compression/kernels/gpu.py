@@ -192,8 +192,10 @@ def quantize_messages(
     residual: ResidualBuffers | None,
 ) -> None:
     """See `reference.quantize_messages`. Launches one program, and one more for scales of 16 bits."""
-    operation = gpu_messages.quantize_messages if _covers(form) else reference.quantize_messages
-    operation(x, at, form, dtype, out, table, keys, residual)
+    if not _covers(form):
+        return reference.quantize_messages(x, at, form, dtype, out, table, keys, residual)
+    with torch.cuda.device(x.get_device()):
+        return gpu_messages.quantize_messages(x, at, form, dtype, out, table, keys, residual)
 
 
 def dequantize_messages(
@@ -207,8 +209,10 @@ def dequantize_messages(
     add: bool,
 ) -> None:
     """See `reference.dequantize_messages`. Launches one program."""
-    operation = gpu_messages.dequantize_messages if _covers(form) else reference.dequantize_messages
-    operation(payloads, form, dtype, table, out, at, scale, add)
+    if not _covers(form):
+        return reference.dequantize_messages(payloads, form, dtype, table, out, at, scale, add)
+    with torch.cuda.device(out.get_device()):
+        return gpu_messages.dequantize_messages(payloads, form, dtype, table, out, at, scale, add)
 
 
 def _group(form: BlockFormat) -> tuple[int, int]:

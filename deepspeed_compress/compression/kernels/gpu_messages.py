@@ -99,14 +99,13 @@ def quantize_messages(
     state, sender = (keys.state, keys.sender) if keys is not None else (0, 0)
     if not len(tiles):
         return
-    with torch.cuda.device(x.get_device()):
-        _encode[(len(tiles),)](
-            x, bits(before), bits(after), bits(out.view(dtype)), out, tiles, decay, *halves(state), *halves(sender),
-            at=at, kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
-            limit=scale_limit(dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
-            has_residual=residual is not None, stochastic=keys is not None, x_alignment=_alignment(table, at, x),
-            alignment=math.gcd(4, out.data_ptr()), num_warps=warps(size), enable_fp_fusion=False,
-        )  # fmt: skip
+    _encode[(len(tiles),)](
+        x, bits(before), bits(after), bits(out.view(dtype)), out, tiles, decay, *halves(state), *halves(sender),
+        at=at, kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
+        limit=scale_limit(dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
+        has_residual=residual is not None, stochastic=keys is not None, x_alignment=_alignment(table, at, x),
+        alignment=math.gcd(4, out.data_ptr()), num_warps=warps(size), enable_fp_fusion=False,
+    )  # fmt: skip
     if dtype.itemsize < 4:
         places = table.derive(("padding", device, form), partial(_padding, table, form, dtype.itemsize, device))
         if len(places):
@@ -130,13 +129,12 @@ def dequantize_messages(
     if not len(tiles):
         return
     flat, stride = _flat(payloads)
-    with torch.cuda.device(out.get_device()):
-        _decode[(len(tiles),)](
-            bits(flat.view(dtype)), flat, out, tiles, len(payloads), stride, stride // dtype.itemsize, scale,
-            at=at, kind=form.kind, bits=form.bits, block=form.block_size, group=group, add=add,
-            x_alignment=_alignment(table, at, out), alignment=math.gcd(4, flat.data_ptr()),
-            num_warps=warps(size), enable_fp_fusion=False,
-        )  # fmt: skip
+    _decode[(len(tiles),)](
+        bits(flat.view(dtype)), flat, out, tiles, len(payloads), stride, stride // dtype.itemsize, scale,
+        at=at, kind=form.kind, bits=form.bits, block=form.block_size, group=group, add=add,
+        x_alignment=_alignment(table, at, out), alignment=math.gcd(4, flat.data_ptr()),
+        num_warps=warps(size), enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _flat(payloads: Tensor) -> tuple[Tensor, int]:
