@@ -156,7 +156,7 @@ def begun_over(group: dist.ProcessGroup) -> Iterator[list[str]]:
 
     def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            over = args[0].group if name == "start" else options.get("group")
+            over = args[0].group if name == "start_split" else options.get("group")
             # Means return in a thread, in the same order on all ranks.
             if over is group and current_thread() is main_thread():
                 begun.append(name)
@@ -165,7 +165,7 @@ def begun_over(group: dist.ProcessGroup) -> Iterator[list[str]]:
         return call
 
     with ExitStack() as stack:
-        for owner, name in ((Link, "start"), (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast")):
+        for owner, name in ((Link, "start_split"), (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast")):
             stack.enter_context(patch.object(owner, name, noted(name, getattr(owner, name))))
         yield begun
 
@@ -209,4 +209,4 @@ def test_nodes_begin_their_exchanges_in_one_order(
     """NCCL matches them by their order, and may not find out that two are different."""
     begun = run_forks(4, orders, Job(stage, RANDOM, extra={"directory": str(tmp_path)}), program)
     assert begun[:2] == begun[2:]
-    assert begun[0].count("start") > 1
+    assert begun[0].count("start_split") > 1

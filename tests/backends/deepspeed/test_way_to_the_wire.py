@@ -59,6 +59,6 @@ def way_to_the_wire(rank: int, stage: int) -> list[Function]:
 def test_the_way_to_the_wire_is_short(stage: int) -> None:
     [way, _] = run_forks(2, way_to_the_wire, stage)
     assert way[0][0].startswith("backends/deepspeed/")
-    assert [name for _, name in way][-2:] == ["Link.start", "_point_to_point"]
+    assert [name for _, name in way][-2:] == ["Link.start_split", "_point_to_point"]
     assert len(way) <= MOST_FUNCTIONS
     assert len({file for file, _ in way}) <= MOST_FILES
