@@ -29,7 +29,7 @@ from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.file_locks import hold
-from deepspeed_compress.tools.checkpoint import convert
+from deepspeed_compress.tools.checkpoint import convert_to_universal
 from tests.support.forks import RankError, run_forks
 from tests.support.full_disk import full_disk
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
@@ -801,7 +801,7 @@ def save_and_convert(rank: int, directory: str, steps: int, tag: str | None = No
     engine.destroy()
     dist.barrier()
     if rank == 0:
-        convert(Path(directory), None, None, None)
+        convert_to_universal(Path(directory), None, None, None)
 
 
 def test_a_run_resumes_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
