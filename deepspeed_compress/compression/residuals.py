@@ -86,6 +86,12 @@ class _Slot:
     def current(self) -> _Buffer:
         return self.running if self.written and self.running is not None else self.applied
 
+    @property
+    def is_joint(self) -> bool:
+        """Return True if the buffers hold more than one message alone: other messages, or padding."""
+        (first, *others) = self.places.values()
+        return bool(others) or first != (0, self.applied.payload.numel())
+
     def payload(self, layout: Layout, of: _Buffer) -> Tensor:
         """Return the bytes of one message in a buffer of this slot."""
         return of.payload.narrow(0, self.places[layout][0], self.places[layout][1] - self.places[layout][0])
@@ -194,7 +200,7 @@ class Residuals:
         ends = [begin + self.storage.payload_bytes(part.numel) for begin, part in zip(begins, batch.parts, strict=True)]
         places = dict(zip(layouts, zip(begins, ends, strict=True), strict=True))
         known = self._slots.get(layouts[0]) if layouts else None
-        if known is not None and known.places == places:
+        if known is not None and known.places == places and known.applied.payload.numel() == batch.numel * itemsize:
             return known if known.applied.basis == known.current.basis == basis else None
         slots = [self._slot(layout, device) for layout in layouts]
         if any(one.basis != basis for slot in slots for one in (slot.applied, slot.current)):
@@ -240,7 +246,7 @@ class Residuals:
         slot = self._slots.get(layout)
         if slot is None:
             return self._adopt(layout, device)
-        if len(slot.places) > 1:
+        if slot.is_joint:
             self._split(slot)
         return self._slots[layout]
 
