@@ -1,5 +1,6 @@
 """The host's work for a bucket does not depend on the number of ranks: calls of kernels and of Python functions."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ _FOREIGN = (torch.__path__[0], mirror.__file__)
 
 @contextmanager
 def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Count the calls of kernels and of Python functions."""
+    """Count the calls of kernels and of Python functions, without those of callbacks of the garbage collector."""
     kernels, calls, module = Counter[str](), Counter[str](), for_device(CPU)
 
     def counting(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,11 +64,14 @@ def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
             calls[f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"] += 1
 
     with patch_all(module, {name: counting(name, getattr(module, name)) for name in operations(module)}):
+        # Other modules' callbacks (hypothesis registers one) would run in it, whenever enough objects exist.
+        gc.disable()
         sys.setprofile(profile)
         try:
             yield kernels, calls
         finally:
             sys.setprofile(None)
+            gc.enable()
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from deepspeed_compress.collectives.reducer import MessageCounter, Run, StepCloc
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, Sign, TopK
 from deepspeed_compress.compression.feedback import ErrorFeedback, Feedback, NoFeedback, SpreadSum
+from deepspeed_compress.compression.kernels.forms import ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import CHANNEL, OWNER, Keys, MessageTable
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
@@ -413,6 +415,12 @@ def test_no_two_messages_share_random_numbers() -> None:
             keys.append(key)
             super().compress(x, out, key)
 
+        def compress_all(
+            self, x: Tensor, at: int, out: Tensor, table: MessageTable, drawn: Keys, residual: ResidualBuffers | None
+        ) -> None:
+            keys.extend(drawn.of(row[OWNER], row[CHANNEL]) for row in table.values)
+            super().compress_all(x, at, out, table, drawn, residual)
+
     def work(group: ProcessGroup, rank: int) -> None:
         reducer = make_reducer(group, [Recording(), Recording(4)], {"bias": 1})
         for step in range(2):
@@ -614,7 +622,7 @@ def test_payload_sizes_do_not_depend_on_the_values() -> None:
         bucket = torch.zeros(211) if rank == 0 else normal(rank, 211)
         reducer.all_reduce(bucket, partition, 1.0)
         [found] = reducer.layouts(partition)
-        return found.sizes
+        return found.layout.sizes
 
     first, second = run_threads(2, work)
     assert first == second
