@@ -1,7 +1,7 @@
 """Table of comparisons, to which a row adds one. Every operation of the kernels module has at least one row."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed_compress.compression.compressors import FP8, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import TRITS, BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.tables import BEGIN, END, FIRST, NUMEL, Keys, MessageTable
 from tests.gpu.comparisons import Comparison, Kernels, same_bits, within
 
 FORMS = {
@@ -306,6 +307,129 @@ def tiles(operation: str, height: int, width: int) -> Comparison:
     )  # fmt: skip
 
 
+_MESSAGE = 4096
+"""Number of elements of each message of a table, except the last one."""
+
+
+def _table(numel: int, first: int, size: Callable[[int], int]) -> MessageTable:
+    """Return a table of the messages of `numel` elements, of which `size` gives the bytes.
+
+    Keys are those of the messages of a longer vector, in which these are the elements from `first` on.
+    """
+    rows, end = [], 0
+    for begin in range(0, numel, _MESSAGE):
+        count = min(_MESSAGE, numel - begin)
+        rows.append((begin, begin, count, end, end + size(count), (first + begin) // _MESSAGE, 1))
+        end += size(count)
+    return MessageTable(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+def _message_bytes(form: BlockFormat, numbers_type: torch.dtype, numel: int) -> int:
+    return _number_bytes(form, numbers_type, numel) + _aligned(form.code_bytes(numel))
+
+
+def _number_bytes(form: BlockFormat, numbers_type: torch.dtype, numel: int) -> int:
+    return _aligned(-(-numel // form.block_size) * numbers_type.itemsize)
+
+
+def _fields(
+    messages: Tensor, form: BlockFormat, numbers_type: torch.dtype, table: MessageTable
+) -> tuple[Tensor, Tensor]:
+    """Return all scales and all codes of messages, with the padding of each."""
+    rows = [(row[BEGIN], row[END], _number_bytes(form, numbers_type, row[NUMEL])) for row in table.values]
+    scales = [messages[begin : begin + size] for begin, _, size in rows]
+    codes = [messages[begin + size : end] for begin, end, size in rows]
+    return torch.cat([messages[:0], *scales]).view(numbers_type), torch.cat([messages[:0], *codes])
+
+
+def _new_messages(x: Tensor, table: MessageTable) -> Tensor:
+    return torch.full((table.ends[2],), 255, dtype=torch.uint8, device=x.device)
+
+
+def quantize_messages(form: BlockFormat, numbers_type: torch.dtype, kept: torch.dtype | None) -> Comparison:
+    """Compare scales and codes, padded as they are; with error feedback, rounding is stochastic."""
+    size = partial(_message_bytes, form, numbers_type)
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        table, memory = _table(x.numel(), first, size), _memory(x, kept)
+        out, keys = _new_messages(x, table), Keys(KEY, 5) if memory is not None else None
+        kernels.quantize_messages(x, FIRST, form, numbers_type, out, table, keys, memory)
+        return (*_fields(out, form, numbers_type, table), *((memory.after,) if memory is not None else ()))
+
+    name = f"quantize messages {form_name(form)}, scales {NAMES[numbers_type]}"
+    rates = (Fraction(1, form.block_size), code_rate(form), *((ONE,) if kept is not None else ()))
+    more = f", memory {NAMES[kept]}, stochastic" if kept is not None else ""
+    return Comparison("quantize_messages", name + more, run, rates, unit=_MESSAGE)
+
+
+def dequantize_messages(form: BlockFormat, numbers_type: torch.dtype, count: int) -> Comparison:
+    """Compare sums to which the messages of `count` ranks were added, and those that they overwrite."""
+    size = partial(_message_bytes, form, numbers_type)
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        table, outs = _table(x.numel(), first, size), (x * 0.5, x * 0.5)
+        payloads = torch.stack([_new_messages(x, table) for _ in range(count)])
+        for number, payload in enumerate(payloads):
+            given = x * (1.0 + 0.25 * number)
+            reference.quantize_messages(given, FIRST, form, numbers_type, payload, table, None, None)
+        for out, add in zip(outs, (True, False), strict=True):
+            kernels.dequantize_messages(payloads, form, numbers_type, table, out, FIRST, FACTOR, add)
+        return outs
+
+    name = f"decode messages of {count} ranks {form_name(form)}, scales {NAMES[numbers_type]}"
+    return Comparison("dequantize_messages", name, run, (ONE, ONE), unit=_MESSAGE)
+
+
+def cast_messages(kind: torch.dtype) -> Comparison:
+    """Compare uncompressed messages, with their padding."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        table = _table(x.numel(), first, lambda numel: _aligned(numel * kind.itemsize))
+        out = _new_messages(x, table)
+        kernels.cast_messages(x, FIRST, kind, out, table)
+        return (out.view(kind),)
+
+    return Comparison("cast_messages", f"cast messages to {NAMES[kind]}", run, (ONE,), unit=_MESSAGE)
+
+
+def add_cast_messages(kind: torch.dtype) -> Comparison:
+    """Compare sums to which uncompressed messages of two ranks were added, and those that they overwrite."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        table = _table(x.numel(), first, lambda numel: _aligned(numel * kind.itemsize))
+        payloads, outs = torch.stack([_new_messages(x, table) for _ in range(2)]), (x * 0.5, x * 0.5)
+        for payload in payloads:
+            reference.cast_messages(x.clamp(-6e4, 6e4), FIRST, kind, payload, table)
+        for out, add in zip(outs, (True, False), strict=True):
+            kernels.add_cast_messages(payloads, kind, table, out, FIRST, FACTOR, add)
+        return outs
+
+    return Comparison("add_cast_messages", f"add messages in {NAMES[kind]}", run, (ONE, ONE), unit=_MESSAGE)
+
+
+def _copy_runs(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    table, there, back = _table(x.numel(), first, int), torch.zeros_like(x), torch.zeros_like(x)
+    kernels.copy_runs(x, there, table, False)
+    kernels.copy_runs(x, back, table, True)
+    return there, back
+
+
+def hadamard_at(size: int) -> Comparison:
+    """Compare the change of basis of whole blocks."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        out, places = torch.zeros_like(x), torch.arange(0, x.numel() // size * size, size)
+        kernels.hadamard_at(x, out, places.to(x.device), size)
+        return (out,)
+
+    name = f"hadamard_at of blocks of {size}"
+    return Comparison("hadamard_at", name, run, (ONE,), unit=size, rule=within(2e-6), plain=True)
+
+
 def compressor(name: str, one: Compressor) -> Comparison:
     """Compare the payload of a compressor and its decoded values, whichever kernels it uses."""
 
@@ -363,6 +487,14 @@ COMPARISONS: Sequence[Comparison] = (
     Comparison("dequantize_rows_add", "rows added", _dequantize_rows_add, (Fraction(1, 64),), unit=64),
     *(tiles("dct_tiles", height, width) for height, width in ((1, 64), (64, 64), (12, 40))),
     *(tiles("hadamard_tiles", height, width) for height, width in ((1, 64), (32, 64), (64, 64))),
+    quantize_messages(FORMS["8 bits"], FP32, None),
+    quantize_messages(FORMS["4 bits"], BF16, BF16),
+    dequantize_messages(FORMS["8 bits"], FP32, 1),
+    dequantize_messages(FORMS["4 bits"], BF16, 9),
+    *(cast_messages(kind) for kind in (FP32, BF16, FP16)),
+    *(add_cast_messages(kind) for kind in (FP32, BF16, FP16)),
+    Comparison("copy_runs", "runs copied", _copy_runs, (ONE, ONE), unit=_MESSAGE),
+    *(hadamard_at(size) for size in (64, 512)),
     compressor("fp8 e4m3", FP8("e4m3")),
     compressor("fp8 e5m2", FP8("e5m2", 32)),
     compressor("linear, 4 bits", Linear(bits=4, block_size=32)),
