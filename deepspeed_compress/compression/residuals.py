@@ -253,6 +253,9 @@ class Residuals:
     def _split(self, slot: _Slot) -> None:
         for layout in slot.places:
             self._slots[layout] = slot.alone(layout)
+        self._forget_batches(slot)
+
+    def _forget_batches(self, slot: _Slot) -> None:
         for batch in [batch for batch, joint in self._joint.items() if joint is slot]:
             del self._joint[batch]
 
@@ -276,6 +279,7 @@ class Residuals:
     def _remove(self, layout: Layout, device: torch.device) -> _Values:
         slot, segments = self._slot(layout, device), segments_of(layout)
         del self._slots[layout]
+        self._forget_batches(slot)
         self._homes.remove(layout)
         running = self._elements(slot.current, segments, device) if slot.written and self.transactional else None
         values = _Values(self._elements(slot.applied, segments, device), running)

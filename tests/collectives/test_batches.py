@@ -12,10 +12,11 @@ from deepspeed_compress.collectives.buckets import Partition, even_partition, pa
 from deepspeed_compress.collectives.messages import Channel, Messages, RankLayout, make_layouts
 from deepspeed_compress.collectives.packing import Packer
 from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.compression.batches import Batch, Part
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, Sign, TopK, message_key
 from deepspeed_compress.compression.feedback import ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, SpreadSum
-from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.residuals import ELEMENTS, Residuals
 from deepspeed_compress.compression.segments import elements, gather, scatter
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
 from deepspeed_compress.monitor import Meter
@@ -262,3 +263,23 @@ def test_equal_channels_share_a_batch() -> None:
         (0, {0}),
         (1, {1, 2}),
     ]
+
+
+@pytest.mark.parametrize("alignment", [1, 32])
+def test_the_residuals_of_a_batch_of_one_message_are_those_of_the_message(alignment: int) -> None:
+    cpu, store, values = torch.device("cpu"), Residuals("bf16", transactional=True), torch.arange(100.0)
+    [segment] = even_partition([("weight", 100)], 1).segments
+    batch = Batch([Part((segment,), 100, 0, 100, 0, 0)], alignment)
+    store.write([segment], values)
+    store.commit()
+    for factor in (2.0, 4.0):
+        buffers = store.joint_buffers(batch, cpu, ELEMENTS)
+        assert buffers is not None
+        before, after = buffers
+        assert before.numel() == after.numel() == batch.numel
+        torch.testing.assert_close(before[:100].float() * 2, values * factor)
+        after.copy_(before * 2)
+        store.commit()
+        torch.testing.assert_close(store.read([segment], cpu), values * factor)
+        # The elements move to another layout, and back.
+        store.read(even_partition([("weight", 100)], 2).segments[:1], cpu)
