@@ -219,7 +219,7 @@ def test_an_invalid_section_is_one_line_before_anything_starts(
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({SECTION: {"gradients": {"bit": 4}}}))
     monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
-    monkeypatch.setattr("deepspeed_compress.tools.run.run", lambda *given: pytest.fail("started"))
+    monkeypatch.setattr("deepspeed_compress.tools.run._run_agent", lambda *given: pytest.fail("started"))
     assert cli.main(["run", *own, "train.py", "--deepspeed", "ds.json"]) == 1
     stderr = capsys.readouterr().err
     assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in stderr

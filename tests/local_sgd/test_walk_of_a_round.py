@@ -72,7 +72,7 @@ def trace_round(rank: int, job: Job) -> list[Function]:
 def check_walk(walk: list[Function], landmarks: frozenset[str]) -> None:
     """Check that the walk of a round begins at the seam, reaches all landmarks, and is short."""
     names = [name for _, name in walk]
-    assert names[:2] == ["Steps.take", SEAM]
+    assert names[:2] == ["OptimizerStep.take", SEAM]
     assert landmarks <= set(names)
     assert any(name.startswith("_publish") for name in names)
     assert len(walk) <= MOST_FUNCTIONS, walk

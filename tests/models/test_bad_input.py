@@ -52,7 +52,7 @@ def test_an_unknown_family_cannot_be_split(layout: Layout, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     config = read_model_config(tmp_path)
     check_layout(config, Layout())
-    with pytest.raises(UnsupportedError, match=r'"opt" does not support .*allowed: "gemma2", .* or add a row'):
+    with pytest.raises(UnsupportedError, match=r'"opt" does not support .*allowed: "gemma2", .* add its modules to '):
         check_layout(config, layout)
 
 

@@ -137,7 +137,7 @@ def test_invalid_options_are_usage_errors(
     [
         ("0", "--model 0: has no parameters to exchange (allowed: a number from 1 up"),
         ("0.0001k", "--model 0.0001k: has no parameters"),
-        ("1.2.3M", "--model 1.2.3M: cannot be read"),
+        ("1.2.3M", "--model 1.2.3M: No such file or directory. Write the config.json"),
     ],
 )
 def test_a_model_without_parameters_is_refused(
