@@ -23,7 +23,7 @@ from zlib import crc32
 
 import pytest
 
-from deepspeed_compress.transport.secret import SECRET
+from deepspeed_compress.transport.credentials import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
 from tests.support.machine_lock import MachineLock

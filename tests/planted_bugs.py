@@ -299,7 +299,7 @@ BUGS: Mapping[str, Bug] = {
         ("local_sgd/coordinator/test_coordinator.py",),
     ),
     "a restarted coordinator waits for no island": Bug(
-        "local_sgd/coordinator/known_islands.py",
+        "local_sgd/coordinator/membership.py",
         "self._missing = set(saved.members) if came_back else set()",
         "self._missing: set[int] = set()",
         ("local_sgd/coordinator/test_coordinator.py",),

@@ -85,15 +85,18 @@ TABLE = {
     "collectives.reduction": allow("collectives compression config", "torch"),
     "collectives.weight_reduction": allow("collectives compression config errors", "torch"),
     "transport": allow("errors"),
+    "transport.frames": allow("transport.errors", "pydantic_core"),
+    "transport.messages": allow("transport", "pydantic"),
     "launcher": allow(),
     "launcher.host": allow("launcher transport"),
     "launcher.host_resources": allow("file_locks launcher.heartbeat"),
-    "launcher.messages": allow("transport.fields"),
+    "launcher.messages": allow("transport.messages", "pydantic"),
     "launcher.placement": allow("config"),
     "launcher.job_state": allow("launcher.heartbeat launcher.placement"),
     "launcher.heartbeat": allow("safe_files"),
     "launcher.workers": allow(),
-    "checkpointing": allow("errors launcher.heartbeat safe_files transport", "torch"),
+    "checkpointing": allow("errors launcher.heartbeat safe_files", "torch"),
+    "checkpointing.memory_copies": allow("checkpointing errors safe_files transport", "pydantic"),
     "checkpointing.catalog": allow("checkpointing.completeness errors"),
     "checkpointing.completeness": allow("errors safe_files"),
     "checkpointing.directory": allow("checkpointing.catalog checkpointing.completeness errors file_locks safe_files"),
@@ -132,7 +135,7 @@ TABLE = {
         "checkpointing collectives.objects session.state_files errors file_locks safe_files", "torch"
     ),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
-    "local_sgd.anchors": allow("transport", "torch"),
+    "local_sgd.anchors": allow("transport", "pydantic torch"),
     "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd errors", "torch"),
@@ -221,12 +224,12 @@ TABLE = {
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.tables": allow("", "rich"),
     "tools.run": allow(
-        "backends.deepspeed.builds config errors integrations.install integrations.launch launcher "
-        "local_sgd.coordinator.server transport"
+        "backends.deepspeed.builds config errors integrations.install integrations.launch launcher transport"
     ),
     "tools.schema": allow("config tools.lint"),
     "tools.islands": allow(
-        "config errors local_sgd.coordinator transport.errors transport.tls", lazily="local_sgd.parameter_server"
+        "config errors local_sgd.coordinator transport.errors transport.credentials",
+        lazily="local_sgd.parameter_server",
     ),
     "tools.rollout": allow("rollout.served_store rollout.store rollout.store_server transport"),
     "tools.lint": allow(

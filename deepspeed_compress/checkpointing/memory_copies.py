@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from deepspeed_compress.checkpointing.completeness import FileList, unfinished, write_list
 from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
@@ -24,13 +26,11 @@ from deepspeed_compress.errors import StateError
 from deepspeed_compress.safe_files import open_regular, replacing, temporary
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
-from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.credentials import Credentials, Secret, find_tls
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.fields import Table, a_mapping, a_text, check_message
-from deepspeed_compress.transport.frames import Limits
-from deepspeed_compress.transport.secret import Secret
-from deepspeed_compress.transport.server import Bounds, Server
-from deepspeed_compress.transport.tls import find_tls
+from deepspeed_compress.transport.limits import LARGE_HEAD, Bounds, Limits
+from deepspeed_compress.transport.messages import Fields, Messages
+from deepspeed_compress.transport.server import Server
 
 COPIES = "copies"
 """Name of the service."""
@@ -39,8 +39,6 @@ _PATIENCE = 60.0
 _GRACE = 5.0
 """Seconds for which the process keeps receiving after its rank has died, for copies that are already in progress."""
 _CHUNK = 1 << 18
-_LONGEST = 1 << 24
-"""Maximum number of bytes of a list."""
 _MOST = 1 << 50
 """Maximum number of bytes of the files of a rank."""
 _CONNECTIONS = 256
@@ -51,7 +49,14 @@ STILL = 2.0
 """Number of seconds without progress after which a copy is considered stalled."""
 LOOK = 0.1
 """Number of seconds between checks of the copies."""
-_MESSAGES: Table = {"copy": {"tag": a_text(1000, 1), "list": a_mapping}}
+
+
+class _Copy(Fields):
+    tag: Annotated[str, Field(min_length=1, max_length=1000)]
+    list: dict[str, Any]
+
+
+_MESSAGES = Messages({"copy": _Copy})
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class _Taker:
 
     def __init__(self, directory: Path, key: bytes) -> None:
         self._directory, self._movement = directory, Movement()
-        limits, bounds = Limits(head=_LONGEST, patience=_PATIENCE), Bounds(_CONNECTIONS)
+        limits, bounds = Limits(head=LARGE_HEAD, patience=_PATIENCE), Bounds(_CONNECTIONS)
         self.server = Server(COPIES, self._serve, "", 0, _credentials(key), limits, bounds)
 
     def run(self, rank: Any) -> None:
@@ -206,7 +211,7 @@ class _Taker:
         write_list(place, listed)
 
     def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
-        check_message(head, _MESSAGES)
+        _MESSAGES.read(head)
         listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
         if sum(size for size, _ in listed.files.values()) != left:
             raise StateError(f"the files have {left} bytes, but the list says otherwise")

@@ -23,14 +23,13 @@ from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError
-from deepspeed_compress.transport.fields import check_message
-from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
 
 _POLL_INTERVAL = 0.05
 _BEAT_INTERVAL = 1.0
 _SUPERVISOR_TIMEOUT = LOST_AFTER / 2
 _CONNECT_TIMEOUT = 60.0
-_LIMITS = Limits(head=1 << 24, patience=_SUPERVISOR_TIMEOUT)
+_LIMITS = Limits(head=LARGE_HEAD, patience=_SUPERVISOR_TIMEOUT)
 """Limits of the supervisor's messages, which contain the addresses of all hosts."""
 
 
@@ -116,7 +115,7 @@ class Agent:
     def _receive(self, link: Connection) -> None:
         for message in link.arrived(_POLL_INTERVAL):
             self._last_received = time.monotonic()
-            check_message(message, FROM_SUPERVISOR)
+            FROM_SUPERVISOR.read(message)
             handler = self._handlers.get(message["kind"])
             if handler is not None:
                 handler(message)

@@ -1,64 +1,129 @@
-"""Fields of the messages between agents and their supervisor. The module `supervisor` explains each kind."""
+"""Messages between agents and their supervisor. The module `supervisor` explains each kind."""
 
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from deepspeed_compress.transport.fields import Table, a_boolean, a_number, a_text, an_integer, every, optional
+from pydantic import AfterValidator, Field
 
-Message = Mapping[str, Any]
+from deepspeed_compress.transport.messages import Address, Count, Fields, Messages, Name, Seconds, Text
+
 SUPERVISOR = "supervisor"
 """Name of the service that the supervisor runs."""
+Message = Mapping[str, Any]
 _SLOTS = 1 << 12
-"""Largest slot number of a host."""
 _RANKS = 1 << 20
-_START, _STEPS = an_integer(0, 1 << 53), an_integer(0, 1 << 53)
-_PORT, _SLOT, _RANK = an_integer(1, 65535), an_integer(0, _SLOTS), an_integer(0, _RANKS)
-_NAME, _ADDRESS, _TEXT = a_text(64, least=1), a_text(300, least=1), a_text(4096)
-_STATUS = an_integer(-255, 255)
 
 
-def _different_slots(value: Any) -> bool:
-    return every(_SLOT, _SLOTS)(value) and len(set(value)) == len(value)
+def _different(slots: list[int]) -> list[int]:
+    if len(set(slots)) < len(slots):
+        raise ValueError("slots are named twice")
+    return slots
 
 
-def _ending(value: Any) -> bool:
-    return type(value) is int and value in (signal.SIGINT, signal.SIGTERM)
+def _ending(number: int) -> int:
+    if number not in (signal.SIGINT, signal.SIGTERM):
+        raise ValueError("the signal is neither SIGINT nor SIGTERM")
+    return number
 
 
-FROM_AGENTS: Table = {
-    "join": {"name": _NAME, "job": _NAME, "address": _ADDRESS, "slots": _different_slots, "port": _PORT},
-    "beat": {"start": _START, "silent": optional(a_number(0.0)), "steps": _STEPS},
-    "failed": {"start": _START, "rank": _RANK, "slot": _SLOT, "how": _TEXT, "code": optional(_STATUS), "steps": _STEPS},
-    "done": {"start": _START},
-    "stopped": {
-        "start": _START,
-        "steps": _STEPS,
-        "port": _PORT,
-        "error": optional(_TEXT),
-        "error_time": optional(a_number(0.0)),
-    },
-    "end": {"number": _ending},
-}
-"""Messages of agents, by kind."""
+Port = Annotated[int, Field(ge=1, le=65535)]
+Slot = Annotated[int, Field(ge=0, le=_SLOTS)]
+Slots = Annotated[list[Slot], Field(max_length=_SLOTS), AfterValidator(_different)]
+Rank = Annotated[int, Field(ge=0, le=_RANKS)]
 
-FROM_SUPERVISOR: Table = {
-    "start": {
-        "start": _START,
-        "restart": _START,
-        "world": _RANK,
-        "hosts": every(_ADDRESS, _RANKS),
-        "port": _PORT,
-        "resume": a_boolean,
-        "node": _RANK,
-        "first": _RANK,
-        "slots": _different_slots,
-    },
-    "stop": {"start": _START},
-    "pass": {"start": _START, "number": _ending},
-    "over": {"code": an_integer(0, 255), "why": a_text(1 << 16)},
-    "refused": {"why": _TEXT},
-    "unknown": {},
-    "beat": {},
-}
-"""Messages of the supervisor, by kind."""
+
+class Join(Fields):
+    """Connection of an agent."""
+
+    name: Name
+    job: Name
+    address: Annotated[Address, Field(min_length=1)]
+    slots: Slots
+    port: Port
+
+
+class OfStart(Fields):
+    """Fields about the start of that number."""
+
+    start: Count
+
+
+class Beat(OfStart):
+    """State of the ranks of a host."""
+
+    silent: Seconds | None = None
+    steps: Count
+
+
+class Failed(OfStart):
+    """End of a rank with an error."""
+
+    rank: Rank
+    slot: Slot
+    how: Text
+    code: Annotated[int, Field(ge=-255, le=255)] | None = None
+    steps: Count
+
+
+class Stopped(OfStart):
+    """End of all ranks that a host had to stop."""
+
+    steps: Count
+    port: Port
+    error: Text | None = None
+    error_time: Seconds | None = None
+
+
+class Signal(Fields):
+    """Signal of a user, which ends the job."""
+
+    number: Annotated[int, AfterValidator(_ending)]
+
+
+FROM_AGENTS = Messages(
+    {"join": Join, "beat": Beat, "failed": Failed, "done": OfStart, "stopped": Stopped, "end": Signal}
+)
+
+
+class Start(OfStart):
+    """Start of the ranks of a host."""
+
+    restart: Count
+    world: Rank
+    hosts: Annotated[list[Annotated[Address, Field(min_length=1)]], Field(max_length=_RANKS)]
+    port: Port
+    resume: bool
+    node: Rank
+    first: Rank
+    slots: Slots
+
+
+class Pass(OfStart, Signal):
+    """Signal to forward to the ranks."""
+
+
+class Over(Fields):
+    """End of the job."""
+
+    code: Annotated[int, Field(ge=0, le=255)]
+    why: Annotated[str, Field(max_length=1 << 16)]
+
+
+class Refused(Fields):
+    """Reason for which an agent may not join."""
+
+    why: Text
+
+
+FROM_SUPERVISOR = Messages(
+    {
+        "start": Start,
+        "stop": OfStart,
+        "pass": Pass,
+        "over": Over,
+        "refused": Refused,
+        "unknown": Fields,
+        "beat": Fields,
+    }
+)

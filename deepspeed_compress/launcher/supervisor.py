@@ -78,7 +78,7 @@ class Supervisor:
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
     def handle(self, name: str, message: Message, now: float) -> None:
-        """Handle `message` of the agent `name`, which `check_message` has accepted."""
+        """Handle `message` of the agent `name`, which `FROM_AGENTS` has accepted."""
         if name in self._agents:
             self._agents[name].heard = now
         elif message["kind"] != "join":

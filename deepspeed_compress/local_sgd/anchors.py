@@ -7,17 +7,18 @@ are sent at once. Other requests wait for their turn, and are told to retry if t
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.fields import Table, a_mapping, a_number, an_integer, check_message, optional
-from deepspeed_compress.transport.frames import Limits
-from deepspeed_compress.transport.server import Bounds, Server
+from deepspeed_compress.transport.limits import Bounds, Limits
+from deepspeed_compress.transport.messages import Count, Fields, Messages
+from deepspeed_compress.transport.server import Server
 
 VersionedAnchor = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """Version, metadata, and flat fp32 tensors on the host by name."""
@@ -30,12 +31,21 @@ CONNECTIONS = 64
 SLOWEST = 10.0
 """Minimum time limit, in seconds, for a part of an anchor (256 KiB) to be received."""
 _LONGEST_WAIT = 3600.0
-_REQUEST: Table = {ANCHOR: {"version": an_integer(0, 2**63 - 1), "timeout": optional(a_number(0.0, _LONGEST_WAIT))}}
-_ANSWER: Table = {
-    ANCHOR: {"version": an_integer(0, 2**63 - 1), "about": a_mapping, "sizes": a_mapping},
-    "busy": {},
-    "none": {},
-}
+
+
+class _Request(Fields):
+    version: Count
+    timeout: Annotated[float, Field(ge=0, le=_LONGEST_WAIT)] | None = None
+
+
+class _Anchor(Fields):
+    version: Count
+    about: dict[str, Any]
+    sizes: dict[str, int]
+
+
+_REQUESTS = Messages({ANCHOR: _Request})
+_ANSWERS = Messages({ANCHOR: _Anchor, "busy": Fields, "none": Fields})
 
 
 class AnchorCopy(dict[str, Tensor]):
@@ -78,7 +88,7 @@ class AnchorServer:
         request = connection.receive(connection.limits.patience)
         if request is None:
             return
-        check_message(request, _REQUEST)
+        _REQUESTS.read(request)
         # The client must receive "busy" before it gives up.
         if not self._turns.acquire(timeout=min(self._timeout, request.get("timeout") or SLOWEST) / 2):
             connection.send({"kind": "busy"})
@@ -127,7 +137,7 @@ def fetch_anchor(
         head = connection.receive(2 * timeout)
         if head is None:
             raise TimeoutError(f"{address} is silent")
-        check_message(head, _ANSWER)
+        _ANSWERS.read(head)
         if head["kind"] == "busy":
             raise ConnectionError(f"{address} is busy: too many islands take its anchor")
         _check_answer(head, address, version, sizes, run)

@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.anchors import VersionedAnchor
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
-from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources, Outcome, Round
+from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources, Outcome, Round
 from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, Peers, PendingExchange, Share
 from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
 from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, make_groups
@@ -216,7 +216,7 @@ class ElasticExchange:
         If there are no sources, keep the anchor of this island; with `use_own_weights`, its weights become the anchor.
         """
         deadline = time.monotonic() + self.elastic.give_up_seconds
-        while sources.addresses:
+        while sources.sources:
             fetched = self.shared_anchor.fetch(sources, self._ranks.place, self.number)
             # A source may have moved on between the requests of two ranks.
             if self._ranks.all_equal(0 if fetched is None else fetched[0]) and fetched is not None:

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.reduction import Groups
-from deepspeed_compress.local_sgd.coordinator.wire import Round
+from deepspeed_compress.local_sgd.coordinator.messages import Round
 from deepspeed_compress.local_sgd.exchange import Peers
 from deepspeed_compress.local_sgd.strategy import ExchangeContext
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorCopy, VersionedAnchor, fetch_anchor
-from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
+from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
 from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState
 from deepspeed_compress.local_sgd.strategy import ExchangeContext
 
@@ -87,10 +87,10 @@ class SharedAnchor:
             place: place of this rank in its island.
             number: number of this island.
         """
-        count, numel = len(sources.addresses), sum(segment.numel for segment in self._segments)
+        count, numel = len(sources.sources), sum(segment.numel for segment in self._segments)
         sizes, timeout = dict.fromkeys(self._stores, numel), self._elastic.timeout_seconds
         for turn in range(count):
-            addresses = sources.addresses[(number + turn) % count]
+            addresses = sources.sources[(number + turn) % count]
             try:
                 return fetch_anchor(addresses[place], sources.version, timeout, sizes, self.run)
             except OSError as error:
@@ -101,7 +101,7 @@ class SharedAnchor:
         """Raise IslandError if `deadline` is over, with the reason why no anchor could be fetched from `sources`."""
         if time.monotonic() > deadline:
             raise IslandError(
-                f"/deepspeed_compress/islands/elastic/give_up: none of {len(sources.addresses)} islands provided the "
+                f"/deepspeed_compress/islands/elastic/give_up: none of {len(sources.sources)} islands provided the "
                 f"anchor within {self._elastic.give_up} ({self._failure}); islands must reach each other, not only the "
                 "coordinator: open the ports between them"
             )

@@ -12,8 +12,8 @@ from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
-from deepspeed_compress.transport.fields import Table, a_text, check_message, every, optional
-from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
+from deepspeed_compress.transport.messages import Address, Fields, Messages, Text
 
 SCHEME = "tcp://"
 """Beginning of an address of a store."""
@@ -21,13 +21,17 @@ _CONNECT = 10.0
 """Most seconds to wait for a connection: a host that is gone does not refuse any."""
 _FIRST_PAUSE = 0.25
 """Seconds before the second attempt. Each later pause is twice as long."""
-_HEAD = 1 << 24
-"""Largest size in bytes of a list of names."""
-_ANSWERS: Table = {
-    "done": {"names": optional(every(a_text(1000), 1 << 20))},
-    "missing": {},
-    "failed": {"why": a_text(1000)},
-}
+
+
+class _Done(Fields):
+    names: list[Address] | None = None
+
+
+class _Failed(Fields):
+    why: Text
+
+
+_ANSWERS = Messages({"done": _Done, "missing": Fields, "failed": _Failed})
 
 
 class ServedStore:
@@ -58,7 +62,7 @@ class ServedStore:
                 f'"{SCHEME}10.0.0.7:29500"'
             ) from None
         self._credentials, self._timeout, self._attempts = credentials or Credentials.find(), timeout, attempts
-        self._limits = Limits(head=_HEAD, body=LARGEST, patience=timeout)
+        self._limits = Limits(head=LARGE_HEAD, body=LARGEST, patience=timeout)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 
@@ -111,7 +115,7 @@ class ServedStore:
                 answer = connection.receive(self._timeout)
                 if answer is None:
                     raise TimeoutError(f"no answer for {self._timeout:g} s")
-                check_message(answer, _ANSWERS)
+                _ANSWERS.read(answer)
                 return answer, connection.read_body()
             except BaseException:
                 self._hang_up()

@@ -16,8 +16,8 @@ from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.store import LARGEST, DirectoryStore
 from deepspeed_compress.transport.connection import CHUNK, Connection
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.fields import Table, a_text, check_message
-from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.limits import Limits
+from deepspeed_compress.transport.messages import Address, Fields, Messages
 from deepspeed_compress.transport.server import Server
 
 STORE = "store"
@@ -25,8 +25,13 @@ STORE = "store"
 LIMITS = Limits(body=LARGEST, patience=30.0)
 _IDLE = 30.0
 """Seconds after which a connection without requests is closed. Clients connect again."""
-_NAME = {"name": a_text(200)}
-_REQUESTS: Table = {"put": _NAME, "get": _NAME, "names": {}, "delete": _NAME}
+
+
+class _Blob(Fields):
+    name: Address
+
+
+_REQUESTS = Messages({"put": _Blob, "get": _Blob, "names": Fields, "delete": _Blob})
 
 
 class StoreServer:
@@ -74,7 +79,7 @@ class StoreServer:
     def _serve(self, connection: Connection) -> None:
         """Answer the requests of one connection. Errors of the store are answers, and end nothing."""
         while (request := connection.receive(_IDLE)) is not None:
-            check_message(request, _REQUESTS)
+            _REQUESTS.read(request)
             try:
                 self._answer(connection, request)
             except KeyError:

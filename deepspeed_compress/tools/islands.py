@@ -13,8 +13,8 @@ from deepspeed_compress.config.islands import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator import client
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
+from deepspeed_compress.transport.credentials import set_tls
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.tls import set_tls
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -36,10 +36,10 @@ def _coordinator(options: argparse.Namespace) -> Any:
 
 def _parameter_server(options: argparse.Namespace) -> Any:
     """Return a parameter server. Only this server needs torch."""
-    from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
     from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
+    from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 
-    return ParameterServer(PushLog(options.state), options.host, options.port, _log)
+    return ParameterServer(Snapshot(options.state), options.host, options.port, _log)
 
 
 def _tell(text: str) -> None:

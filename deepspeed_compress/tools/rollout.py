@@ -11,9 +11,7 @@ from functools import partial
 from deepspeed_compress.rollout.served_store import SCHEME
 from deepspeed_compress.rollout.store import DirectoryStore
 from deepspeed_compress.rollout.store_server import StoreServer
-from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.secret import find_secret
-from deepspeed_compress.transport.tls import find_tls, set_tls
+from deepspeed_compress.transport.credentials import Credentials, find_secret, find_tls, set_tls
 
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 

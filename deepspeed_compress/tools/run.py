@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,11 +35,8 @@ from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.placement import size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
-from deepspeed_compress.local_sgd.coordinator.server import Server, Service
-from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.fields import check_message
-from deepspeed_compress.transport.secret import pass_on
-from deepspeed_compress.transport.tls import set_tls
+from deepspeed_compress.transport.credentials import Credentials, pass_on, set_tls
+from deepspeed_compress.transport.machine_server import MachineServer, Service
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +68,7 @@ def _exec(command: list[str]) -> NoReturn:
 
 
 _LOCAL_ONLY = ("127.0.0.1", 0)
-_SERVICE = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
+_SERVICE = Service(SUPERVISOR, "agent", FROM_AGENTS)
 _AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
 
 
@@ -166,11 +162,11 @@ def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credent
         thread.join()
 
 
-def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> Server | None:
+def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> MachineServer | None:
     """Return a server, or None if the address belongs to another host or another agent of this host uses it."""
     listen_address = _listen_address(host)
     try:
-        return Server(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
+        return MachineServer(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
     except OSError:
         return None
 

@@ -6,7 +6,11 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
+T = TypeVar("T")
 _POLL_INTERVAL = 0.5
 """Seconds between checks for the end of the channel by another thread."""
 _HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
@@ -24,6 +28,8 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket = connected
+        self.received = 0
+        """Bytes that were read."""
         self._lock = threading.Lock()
         self._ended = False
 
@@ -31,6 +37,11 @@ class Channel:
     def is_open(self) -> bool:
         """Return False once either side has ended the channel, as far as this side has noticed."""
         return not self._ended
+
+    def start_tls(self, context: ssl.SSLContext, deadline: float) -> None:
+        """Make the TLS handshake of a server. Raises as `read_some`."""
+        self.socket = tls = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self._repeat(tls.do_handshake, select.POLLIN, deadline)
 
     def read_some(self, into: memoryview, deadline: float | None) -> int:
         """Read at least one byte, and return how many; 0 at the end of the stream.
@@ -42,18 +53,12 @@ class Channel:
         Raises:
             TimeoutError: if nothing arrives before the deadline.
         """
-        while True:
-            with self._lock:
-                self._check_open()
-                try:
-                    return self.socket.recv_into(into)
-                except (ssl.SSLWantReadError, BlockingIOError):
-                    wanted = select.POLLIN
-                except ssl.SSLWantWriteError:
-                    wanted = select.POLLOUT
-                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                    return 0
-            self._wait(wanted, deadline)
+        try:
+            count = self._repeat(partial(self.socket.recv_into, into), select.POLLIN, deadline)
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return 0
+        self.received += count
+        return count
 
     def read_all(self, into: memoryview, deadline: float) -> None:
         """Fill `into`. Raises ConnectionResetError at the end of the stream, and otherwise as `read_some`."""
@@ -66,15 +71,21 @@ class Channel:
     def write(self, data: memoryview, deadline: float) -> None:
         """Write all of `data`. Raises TimeoutError if the other side does not read it before the deadline."""
         while data:
+            data = data[self._repeat(partial(self.socket.send, data), select.POLLOUT, deadline) :]
+
+    def _repeat(self, call: Callable[[], T], blocked: int, deadline: float | None) -> T:
+        """Return the result of `call`, once it neither blocks (which means to wait for `blocked`) nor waits for TLS."""
+        while True:
             with self._lock:
                 self._check_open()
                 try:
-                    data = data[self.socket.send(data) :]
-                    continue
-                except (ssl.SSLWantWriteError, BlockingIOError):
-                    wanted = select.POLLOUT
+                    return call()
+                except BlockingIOError:
+                    wanted = blocked
                 except ssl.SSLWantReadError:
                     wanted = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    wanted = select.POLLOUT
             self._wait(wanted, deadline)
 
     def end(self) -> None:
@@ -87,7 +98,7 @@ class Channel:
                     socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the channel, and free its descriptor. For the thread that owns it."""
+        """End the channel, and free its descriptor, from any thread."""
         self.end()
         with self._lock:
             self.socket.close()

@@ -9,8 +9,8 @@ from deepspeed_compress.transport.channel import Channel, keep_alive
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, ProtocolError
-from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
-from deepspeed_compress.transport.handshake import Steps, client_steps
+from deepspeed_compress.transport.handshake import client_steps, follow
+from deepspeed_compress.transport.limits import DEFAULT_LIMITS, Limits
 
 
 def connect(
@@ -43,7 +43,7 @@ def connect(
         if credentials.tls is not None:
             connected = credentials.tls.client.wrap_socket(connected)
         channel = Channel(connected)
-        _follow(client_steps(credentials.secret.key, service), channel, time.monotonic() + timeout)
+        follow(client_steps(credentials.secret.key, service), channel, time.monotonic() + timeout)
         return Connection(channel, limits, address)
     except (AuthenticationError, ConnectionError, ssl.SSLError) as error:
         connected.close()
@@ -71,18 +71,6 @@ def own_address(towards: str) -> str:
         # Connecting a UDP socket sends nothing. Its port is that of the discard service, but any other would do.
         probe.connect((towards, 9))
         return str(probe.getsockname()[0])
-
-
-def _follow(steps: Steps, channel: Channel, deadline: float) -> None:
-    step = next(steps)
-    while True:
-        channel.write(memoryview(step.out), deadline)
-        received = bytearray(step.wanted)
-        channel.read_all(memoryview(received), deadline)
-        try:
-            step = steps.send(bytes(received))
-        except StopIteration:
-            return
 
 
 def _explained(error: OSError, address: str, credentials: Credentials) -> OSError:

@@ -7,13 +7,12 @@ from typing import Any
 
 from deepspeed_compress.transport.channel import Channel
 from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
-from deepspeed_compress.transport.frames import HEADER, Head, Limits, decode, encode, sizes
+from deepspeed_compress.transport.frames import HEADER, Head, decode, encode, sizes
+from deepspeed_compress.transport.limits import Limits
 
 Buffer = bytes | bytearray | memoryview
 CHUNK = 1 << 18
 """Bytes of a body that are read or written under one deadline."""
-_COUNTED = 1 << 12
-"""Bytes of a head that count as another message."""
 
 
 class Connection:
@@ -34,7 +33,6 @@ class Connection:
         """Unread bytes of the body of the last frame."""
         self._channel = channel
         self._ended_by_errors = _EndedByErrors(channel)
-        self._allowance = _Allowance(limits.rate, limits.burst)
         self._sending = threading.Lock()
 
     @property
@@ -89,7 +87,6 @@ class Connection:
         with self._ended_by_errors:
             for _ in self.pieces():
                 pass
-            self._allowance.wait(self._channel)
             header = memoryview(bytearray(HEADER.size))
             begun = self._begin(header, timeout)
             return None if not begun else self._rest_of_head(header, begun, body)
@@ -163,9 +160,7 @@ class Connection:
             chunk = memoryview(bytearray(min(head_size - len(head), CHUNK)))
             self._channel.read_all(chunk, deadline)
             head += chunk
-        self._allowance.spend(1 + head_size / _COUNTED)
-        found = decode(head)
-        self.left = body_size
+        found, self.left = decode(head), body_size
         return found
 
     def _read(self, view: memoryview) -> None:
@@ -187,28 +182,3 @@ class _EndedByErrors:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None and kind is not GeneratorExit:
             self._channel.end()
-
-
-class _Allowance:
-    """Rate limit of received messages: `burst` at most, `rate` more each second."""
-
-    def __init__(self, rate: float | None, burst: int) -> None:
-        self._rate, self._burst = rate, float(burst)
-        self._left, self._since = float(burst), time.monotonic()
-
-    def spend(self, messages: float) -> None:
-        """Use up `messages`. The allowance may become negative: the next `wait` is longer then."""
-        self._left -= messages
-
-    def wait(self, channel: Channel) -> None:
-        """Wait until a message may be received, or until `channel` is closed."""
-        if self._rate is None:
-            return
-        while self._refill(self._rate) <= 0 and channel.is_open:
-            time.sleep(min(-self._left / self._rate + 0.001, 0.5))
-
-    def _refill(self, rate: float) -> float:
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._since) * rate)
-        self._since = now
-        return self._left

@@ -1,10 +1,221 @@
-"""Credentials of one side: the shared secret, and TLS if it is configured."""
+"""Credentials of one side: the secret that all processes of a user share, and TLS if it is configured.
 
+Like Erlang's cookie, the secret is a file in the home directory that the first process creates. If hosts share home
+directories, nothing needs to be done; otherwise, users copy the file or set a variable.
+
+TLS is mutual: both sides show a certificate of one authority. Names in certificates are not compared with the address,
+since islands and agents are reached by addresses that change, and an authority that signs for nothing else is proof
+enough. So use your own authority, not a public one.
+"""
+
+import contextlib
+import os
 import secrets
-from dataclasses import dataclass
+import ssl
+import stat
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from deepspeed_compress.transport.secret import Secret, find_secret
-from deepspeed_compress.transport.tls import Tls, find_tls
+from deepspeed_compress.errors import ConfigError
+
+SECRET = "DS_COMPRESS_SECRET"
+"""Environment variable that holds the secret itself."""
+SECRET_FILE = "DS_COMPRESS_SECRET_FILE"
+"""Environment variable with the path of the file that holds the secret."""
+SHORTEST = 16
+"""Minimum number of characters of a secret."""
+_LONGEST = 4096
+_OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
+TLS_CERTIFICATE = "DS_COMPRESS_TLS_CERTIFICATE"
+"""Environment variable with the path of a PEM file: the certificate of this side, and its key without a password."""
+TLS_AUTHORITY = "DS_COMPRESS_TLS_AUTHORITY"
+"""Environment variable with the path of a PEM file: the authority that has signed the certificates of both sides."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """Shared secret. `source` names the variable or file from which it was read, for messages."""
+
+    key: bytes = field(repr=False)
+    source: str
+
+    @property
+    def advice(self) -> str:
+        """Return what to do if the other side has another secret."""
+        if self.source == SECRET:
+            return f"set {SECRET} to the same value on both hosts, or unset it to use files"
+        return (
+            f"copy that file to the other host (mode 0600), or set {SECRET} or {SECRET_FILE} to the same secret on both"
+        )
+
+
+def default_file() -> Path:
+    """Return the path of this user's secret file, which need not exist."""
+    try:
+        return Path.home() / ".deepspeed_compress" / "secret"
+    except RuntimeError as error:
+        raise ConfigError(f"{SECRET_FILE}: this user has no home directory ({error}); set it or {SECRET}") from error
+
+
+def find_secret(given: Path | None = None) -> Secret:
+    """Return the secret: `DS_COMPRESS_SECRET`, else the file `DS_COMPRESS_SECRET_FILE`, else the user's own file.
+
+    The user's own file is created if it does not exist.
+
+    Args:
+        given: file that is read instead, if it is not None.
+
+    Raises:
+        ConfigError: if the secret is too short, or its file cannot be read or is not private to this user.
+    """
+    text = os.environ.get(SECRET)
+    if text is not None and given is None:
+        return Secret(_checked(text, SECRET), SECRET)
+    named = given or os.environ.get(SECRET_FILE)
+    file = Path(named) if named else default_file()
+    if not named:
+        _create(file)
+    return Secret(_checked(_read(file), str(file)), str(file))
+
+
+def pass_on(environment: MutableMapping[str, str]) -> None:
+    """Name the file of the secret in `environment`, for child processes, and create it if it does not exist.
+
+    Do nothing if there is no usable file: a child that needs the secret raises the ConfigError that says why.
+    """
+    if SECRET in environment or SECRET_FILE in environment:
+        return
+    with contextlib.suppress(ConfigError):
+        environment[SECRET_FILE] = find_secret().source
+
+
+def _checked(text: str, source: str) -> bytes:
+    text = text.strip()
+    if len(text) < SHORTEST:
+        raise ConfigError(
+            f"{source}: the secret has {len(text)} characters (allowed: at least {SHORTEST}); "
+            "create one with `openssl rand -hex 32`"
+        )
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open(encoding="utf-8", errors="surrogateescape") as stream:
+            _check_private(os.fstat(stream.fileno()), file)
+            return stream.read(_LONGEST)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the secret cannot be read ({error.strerror}); copy the file from the host that has it, or set "
+            f"{SECRET} or {SECRET_FILE}"
+        ) from error
+
+
+def _check_private(found: os.stat_result, file: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{file}: expected a regular file with the secret; set {SECRET_FILE} to another path")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{file}: the secret belongs to user {found.st_uid}, not to this user ({os.geteuid()}); copy it to a file "
+            f"of your own, and set {SECRET_FILE} to its path"
+        )
+    if found.st_mode & _OTHER_USERS:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(f"{file}: other users can access the secret (mode {mode:04o}); run `chmod 600 {file}`")
+
+
+def _create(file: Path) -> None:
+    """Create `file` with a random secret unless it exists. Others see the whole secret or no file."""
+    if file.exists():
+        return
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(secrets.token_hex(32) + "\n")
+            # A link, unlike a rename, fails if another process was first.
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, file)
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the secret cannot be created ({error.strerror}); set {SECRET}, or set {SECRET_FILE} to the path "
+            "of a file with mode 0600"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS contexts of both sides. Build one with `Tls.load`."""
+
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+
+    @classmethod
+    def load(cls, certificate: str, authority: str) -> "Tls":
+        """Return the contexts for two PEM files. Raises ConfigError if one of them cannot be used."""
+        return cls(
+            _context(ssl.PROTOCOL_TLS_CLIENT, certificate, authority),
+            _context(ssl.PROTOCOL_TLS_SERVER, certificate, authority),
+        )
+
+
+def find_tls() -> Tls | None:
+    """Return the contexts of the files that the environment names; None if it names neither.
+
+    Raises:
+        ConfigError: if only one is named, or one cannot be used.
+    """
+    files = {name: os.environ.get(name, "") for name in (TLS_CERTIFICATE, TLS_AUTHORITY)}
+    missing = [name for name, file in files.items() if not file]
+    if len(missing) == 2:
+        return None
+    if missing:
+        raise ConfigError(f"{missing[0]}: is not set (allowed: both {TLS_CERTIFICATE} and {TLS_AUTHORITY}, or neither)")
+    return Tls.load(files[TLS_CERTIFICATE], files[TLS_AUTHORITY])
+
+
+def set_tls(environment: MutableMapping[str, str], certificate: str | None, authority: str | None) -> None:
+    """Write the two options of a command to `environment`, from which this process and its children read them.
+
+    Raises:
+        ConfigError: if only one is given.
+    """
+    if (certificate is None) != (authority is None):
+        missing = "--tls-certificate" if certificate is None else "--tls-authority"
+        raise ConfigError(f"{missing}: is missing (allowed: both --tls-certificate and --tls-authority, or neither)")
+    if certificate is not None and authority is not None:
+        environment[TLS_CERTIFICATE] = os.path.abspath(certificate)
+        environment[TLS_AUTHORITY] = os.path.abspath(authority)
+
+
+def _context(protocol: int, certificate: str, authority: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(certificate, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{TLS_CERTIFICATE}={certificate}: {error} (allowed: a PEM file with a certificate and its key, without a "
+            "password)"
+        ) from error
+    try:
+        context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError(
+            f"{TLS_AUTHORITY}={authority}: {error} (allowed: a PEM file with the certificate of the authority)"
+        ) from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
 
 
 @dataclass(frozen=True)

@@ -28,3 +28,7 @@ class OtherServiceError(ProtocolError):
 
 class ServerBusyError(ConnectionError):
     """Server that has reached its maximum number of connections. Try again later."""
+
+
+class MessageError(ProtocolError, ValueError):
+    """Message that the other side may not send."""

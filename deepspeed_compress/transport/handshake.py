@@ -6,7 +6,8 @@
     server -> client  verdict code, service, HMAC of "server", both hellos, code and service
 
 A proof cannot be replayed, because the other side's nonce is fresh, nor reflected, because it names its role. The steps
-are generators without sockets: each yields what to send and how many bytes it wants next.
+are generators without sockets: each yields what to send and how many bytes it wants next. `follow` takes them over a
+channel.
 """
 
 import hmac
@@ -15,6 +16,7 @@ import struct
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
+from deepspeed_compress.transport.channel import Channel
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError, ServerBusyError
 
 VERSION = 1
@@ -23,7 +25,7 @@ _MAGIC = b"DSCOMPR\n"
 _NAME = 22
 """Largest size in bytes of the name of a service."""
 _NONCE = _PROOF = 32
-_HELLO = struct.Struct(f"!8sH{_NAME}s{_NONCE}s")
+HELLO = struct.Struct(f"!8sH{_NAME}s{_NONCE}s")
 _VERDICT = struct.Struct(f"!B{_NAME}s{_PROOF}s")
 _WELCOME, _WRONG_SECRET, _OTHER_SERVICE, _BUSY = range(4)
 
@@ -47,8 +49,8 @@ def client_steps(key: bytes, service: str) -> Steps:
         ServerBusyError: if the server has no room for another connection.
         ProtocolError: if the server is a different program, or uses another version.
     """
-    ours = _HELLO.pack(_MAGIC, VERSION, _packed(service), os.urandom(_NONCE))
-    theirs = yield Step(ours, _HELLO.size)
+    ours = HELLO.pack(_MAGIC, VERSION, _packed(service), os.urandom(_NONCE))
+    theirs = yield Step(ours, HELLO.size)
     _check_version(theirs)
     if theirs == ours:
         raise AuthenticationError("the server only repeats the client's messages")
@@ -58,9 +60,9 @@ def client_steps(key: bytes, service: str) -> Steps:
 
 def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Steps:
     """Check that a client knows `key`, and prove that this side does. Raises as `client_steps` does."""
-    theirs = yield Step(b"", _HELLO.size)
+    theirs = yield Step(b"", HELLO.size)
     wanted = _service_of(theirs)
-    ours = _HELLO.pack(_MAGIC, VERSION, b"", os.urandom(_NONCE))
+    ours = HELLO.pack(_MAGIC, VERSION, b"", os.urandom(_NONCE))
     # The client then learns this side's version before the connection ends.
     proof = yield Step(ours, _PROOF)
     _check_version(theirs)
@@ -76,6 +78,19 @@ def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Step
         raise ServerBusyError("this server has reached its maximum number of connections")
 
 
+def follow(steps: Steps, channel: Channel, deadline: float) -> None:
+    """Take the steps of one side. Raises as they do, or an OSError if the other side is gone or too slow."""
+    step = next(steps)
+    while True:
+        channel.write(memoryview(step.out), deadline)
+        received = bytearray(step.wanted)
+        channel.read_all(memoryview(received), deadline)
+        try:
+            step = steps.send(bytes(received))
+        except StopIteration:
+            return
+
+
 def _packed(service: str) -> bytes:
     name = service.encode()
     if not 0 < len(name) <= _NAME:
@@ -89,7 +104,7 @@ def _unpacked(name: bytes) -> str:
 
 def _service_of(hello: bytes) -> bytes:
     """Return the packed name of the service in `hello`."""
-    magic, _, service, _ = _HELLO.unpack(hello)
+    magic, _, service, _ = HELLO.unpack(hello)
     if magic != _MAGIC:
         raise ProtocolError(
             "the other side does not speak this protocol; it is a different program, or only one side uses TLS"
@@ -99,7 +114,7 @@ def _service_of(hello: bytes) -> bytes:
 
 def _check_version(hello: bytes) -> None:
     _service_of(hello)
-    version = _HELLO.unpack(hello)[1]
+    version = HELLO.unpack(hello)[1]
     if version != VERSION:
         raise ProtocolError(
             f"the other side uses version {version} of the transport, and this side version {VERSION}; install the "

@@ -1,50 +1,65 @@
-"""Server side: a selector for unauthenticated connections, and a thread for each authenticated one."""
+"""Server side: a thread for each connection, of which few may be unauthenticated, and for a short time."""
 
 import contextlib
 import errno
-import selectors
+import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 from deepspeed_compress.transport.channel import Channel, keep_alive
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ConnectionClosedError, OtherServiceError
-from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
-from deepspeed_compress.transport.handshake import server_steps
-from deepspeed_compress.transport.pending import PendingConnection, PendingConnections, PendingLimits
+from deepspeed_compress.transport.handshake import HELLO, follow, server_steps
+from deepspeed_compress.transport.limits import DEFAULT_BOUNDS, DEFAULT_LIMITS, Bounds, Limits
 from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 
-_CHECK_INTERVAL = 0.2
-"""Seconds between checks for unauthenticated connections whose deadline has passed."""
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors that last until descriptors or memory are free again."""
-ACCEPT_PAUSE = 0.1
+_ACCEPT_PAUSE = 0.1
 """Seconds without new connections after such an error."""
 _SHUTDOWN_TIMEOUT = 1.0
 """Maximum number of seconds that a server waits at its end for threads whose connections it has ended."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds on the connections of a server.
+class _Crowd:
+    """Unauthenticated connections of a server, at most `count`.
 
-    Attributes:
-        connections: Largest number of authenticated connections. A client above that gets ServerBusyError.
-        pending: Limits of unauthenticated connections.
-        silence: Seconds without a sign of the other host; the kernel ends a connection after three times as many.
+    If there are more, one from the address that has most of them is ended: the oldest one that has not sent a hello, or
+    else the oldest. So a flooder displaces its own connections. If new ones were refused, it could lock out everybody
+    else.
     """
 
-    connections: int = 1024
-    pending: PendingLimits = field(default_factory=PendingLimits)
-    silence: float = 10.0
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._addresses: dict[Channel, str] = {}
+        self._lock = threading.Lock()
 
+    def add(self, channel: Channel, address: str) -> None:
+        """Add a connection, and make room for it first."""
+        while len(self._addresses) >= self._count:
+            self.end_one()
+        with self._lock:
+            self._addresses[channel] = address
 
-DEFAULT_BOUNDS = Bounds()
-"""Default bounds: as many connections as a large job has hosts."""
+    def release(self, channel: Channel) -> None:
+        """Remove a connection, which stays open."""
+        with self._lock:
+            self._addresses.pop(channel, None)
+
+    def end_one(self) -> None:
+        """Make room for another connection. Do nothing if there is none to end."""
+        with self._lock:
+            for address, _ in Counter(self._addresses.values()).most_common(1):
+                found = [channel for channel, other in self._addresses.items() if other == address]
+                chosen = next((channel for channel in found if channel.received < HELLO.size), found[0])
+                del self._addresses[chosen]
+                # Its thread may not run for long, and its descriptor is needed at once.
+                chosen.close()
 
 
 class Server:
@@ -83,7 +98,9 @@ class Server:
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._drain: float | None = None
-        self._threads: dict[Connection, threading.Thread] = {}
+        self._crowd = _Crowd(bounds.pending)
+        self._threads: dict[Channel, threading.Thread] = {}
+        self._admitted: set[Channel] = set()
         self._change = threading.Condition()
 
     def run(self, ready: Callable[[], None] = lambda: None, ending: Callable[[], None] = lambda: None) -> None:
@@ -93,24 +110,18 @@ class Server:
             ready: called when clients can connect.
             ending: called at the end, before connections are ended, for example to flush their queues.
         """
-        with selectors.DefaultSelector() as selector:
-            pending = PendingConnections(selector, self._bounds.pending)
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            try:
-                ready()
-                while self._drain is None:
-                    for key, _ in selector.select(_CHECK_INTERVAL):
-                        if key.data is not None:
-                            self._step(key.data, pending)
-                        elif key.fileobj is self._listener:
-                            self._accept(pending)
-                    pending.drop_late(time.monotonic())
-            finally:
-                pending.drop_all()
-                self.close()
-                ending()
-                self._end_connections()
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        try:
+            ready()
+            while self._drain is None:
+                poll.poll()
+                self._accept()
+        finally:
+            self.close()
+            ending()
+            self._end_connections()
 
     def stop(self, drain: float = 0.0) -> None:
         """End `run`. It may be called from any thread or signal handler, and does not wait.
@@ -135,94 +146,80 @@ class Server:
     @property
     def connections(self) -> int:
         """Return the number of authenticated connections."""
-        return len(self._threads)
+        return len(self._admitted)
 
-    def _accept(self, pending: PendingConnections) -> None:
+    def _accept(self) -> None:
         try:
             connected, address = self._listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
             self._log(f"a connection could not be accepted ({error})")
-            if error.errno in EXHAUSTED:
-                pending.drop_one()
-                time.sleep(ACCEPT_PAUSE)
+            if error.errno in _EXHAUSTED:
+                self._crowd.end_one()
+                time.sleep(_ACCEPT_PAUSE)
             return
-        try:
-            one = self._prepare(connected, str(address[0]), pending.deadline())
-        except OSError:
-            connected.close()
-            return
-        pending.add(one)
-
-    def _prepare(self, connected: socket.socket, address: str, deadline: float) -> PendingConnection:
-        connected.setblocking(False)
-        keep_alive(connected, self._bounds.silence)
-        tls = self._credentials.tls
-        if tls is not None:
-            connected = tls.server.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
-        steps = server_steps(self._credentials.secret.key, self._service, self._has_room)
-        return PendingConnection(connected, address, steps, deadline)
-
-    def _has_room(self) -> bool:
-        return len(self._threads) < self._bounds.connections
-
-    def _step(self, one: PendingConnection, pending: PendingConnections) -> None:
-        if one not in pending:
-            # It was dropped by an earlier event of this iteration.
-            return
-        try:
-            event = one.step()
-        except OSError as error:
-            self._refuse(one, error)
-            pending.drop(one)
-            return
-        if event is not None:
-            pending.wait_for(one, event)
-            return
-        pending.release(one)
-        self._start(Connection(Channel(one.socket), self._limits, one.address))
-
-    def _refuse(self, one: PendingConnection, error: OSError) -> None:
-        source = self._credentials.secret.source
-        if not isinstance(error, OtherServiceError):
-            self._log(f"refused a connection from {one.address}: {error} (the secret of this server is from {source})")
-
-    def _start(self, connection: Connection) -> None:
-        thread = threading.Thread(target=self._run_service, args=(connection,), daemon=True)
+        channel, peer = Channel(connected), str(address[0])
+        self._crowd.add(channel, peer)
+        thread = threading.Thread(target=self._attend, args=(channel, peer), daemon=True)
         with self._change:
-            self._threads[connection] = thread
+            self._threads[channel] = thread
         try:
             thread.start()
         except RuntimeError as error:
-            self._log(f"a connection from {connection.peer} was closed: {error}")
-            self._forget(connection)
+            self._log(f"a connection from {peer} was closed: {error}")
+            self._forget(channel)
 
-    def _run_service(self, connection: Connection) -> None:
+    def _attend(self, channel: Channel, peer: str) -> None:
+        """Serve one connection until it ends. An error that one client causes ends only this client's connection."""
+        is_authenticated = False
         try:
-            self._serve(connection)
-        except ConnectionClosedError:
+            self._authenticate(channel)
+            is_authenticated = True
+            self._crowd.release(channel)
+            self._serve(Connection(channel, self._limits, peer))
+        except (ConnectionClosedError, OtherServiceError):
             pass
         except Exception as error:
-            if self._drain is None:
-                # An error that one client causes ends only this client's connection.
-                self._log(f"a connection from {connection.peer} was closed: {type(error).__name__}: {error}")
+            if is_authenticated and self._drain is None:
+                self._log(f"a connection from {peer} was closed: {type(error).__name__}: {error}")
+            elif self._drain is None:
+                source = self._credentials.secret.source
+                self._log(f"refused a connection from {peer}: {error} (the secret of this server is from {source})")
         finally:
-            self._forget(connection)
+            self._forget(channel)
 
-    def _forget(self, connection: Connection) -> None:
-        connection.close()
+    def _authenticate(self, channel: Channel) -> None:
+        deadline = time.monotonic() + self._bounds.patience
+        keep_alive(channel.socket, self._bounds.silence)
+        if self._credentials.tls is not None:
+            channel.start_tls(self._credentials.tls.server, deadline)
+        follow(
+            server_steps(self._credentials.secret.key, self._service, partial(self._admit, channel)), channel, deadline
+        )
+
+    def _admit(self, channel: Channel) -> bool:
+        """Count `channel` as authenticated, if there is room."""
         with self._change:
-            self._threads.pop(connection, None)
+            if len(self._admitted) < self._bounds.connections:
+                self._admitted.add(channel)
+            return channel in self._admitted
+
+    def _forget(self, channel: Channel) -> None:
+        self._crowd.release(channel)
+        channel.close()
+        with self._change:
+            self._threads.pop(channel, None)
+            self._admitted.discard(channel)
             self._change.notify_all()
 
     def _end_connections(self) -> None:
-        """Wait while connections may continue, then end the rest without waiting for their answers."""
+        """Wait while authenticated connections may continue, then end all without waiting for their answers."""
         with self._change:
-            self._change.wait_for(lambda: not self._threads, self._drain or 0.0)
+            self._change.wait_for(lambda: not self._admitted, self._drain or 0.0)
             left = list(self._threads)
-        for connection in left:
-            connection.end()
+        for channel in left:
+            channel.end()
         with self._change:
             self._change.wait_for(lambda: not self._threads, _SHUTDOWN_TIMEOUT)
 

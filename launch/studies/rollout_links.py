@@ -33,7 +33,7 @@ from deepspeed_compress.rollout.store import DirectoryStore, Store
 from deepspeed_compress.rollout.store_server import StoreServer
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import enter_user_namespace
-from deepspeed_compress.transport.secret import SECRET
+from deepspeed_compress.transport.credentials import SECRET
 from launch.studies.harness import markdown, new_parser, tracked
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
-from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
+from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.frames import HEADER, Limits, encode
+from deepspeed_compress.transport.frames import HEADER, encode
+from deepspeed_compress.transport.limits import Limits
 from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated, attack_unauthenticated, flood
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until

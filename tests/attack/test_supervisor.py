@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ import pytest
 from deepspeed_compress.launcher.job_state import JobOptions
 from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
 from deepspeed_compress.launcher.supervisor import Supervisor
-from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.fields import check_message
-from deepspeed_compress.transport.frames import Limits, encode
+from deepspeed_compress.transport.frames import encode
+from deepspeed_compress.transport.limits import Limits
+from deepspeed_compress.transport.machine_server import MachineServer, Service
 from tests.support.coordinators import serving
 from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated, attack_unauthenticated, flood
 from tests.support.processes import MEGABYTE, resident_memory
@@ -72,7 +71,7 @@ class Agent:
             except OSError:
                 return
             if message is not None:
-                check_message(message, FROM_SUPERVISOR)
+                FROM_SUPERVISOR.read(message)
                 self.messages.append(message)
 
 
@@ -80,8 +79,8 @@ class Agent:
 def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Run a supervisor for one host with two ranks, and yield its address."""
     machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
-    service = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
-    server = Server(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
+    service = Service(SUPERVISOR, "agent", FROM_AGENTS)
+    server = MachineServer(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
     with serving(server):
         yield f"127.0.0.1:{server.port}"
 

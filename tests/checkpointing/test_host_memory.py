@@ -37,9 +37,8 @@ from deepspeed_compress.errors import StateError
 from deepspeed_compress.launcher.heartbeat import MEMORY
 from deepspeed_compress.transport.client import connect, own_address
 from deepspeed_compress.transport.connection import Connection
-from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.credentials import Credentials, Secret
 from deepspeed_compress.transport.frames import encode
-from deepspeed_compress.transport.secret import Secret
 from tests.support.checkpoints import save, write
 from tests.support.transport import until
 

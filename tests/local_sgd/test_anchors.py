@@ -14,10 +14,9 @@ import torch
 from deepspeed_compress.local_sgd.anchors import ANCHOR, TRANSFERS, AnchorServer, VersionedAnchor, fetch_anchor
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
-from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.credentials import Credentials, Secret
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.frames import Limits
-from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.limits import Limits
 from deepspeed_compress.transport.server import Server
 
 NUMEL = 700

@@ -20,8 +20,8 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
+from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
 from deepspeed_compress.local_sgd.coordinator.server import StateFile
-from deepspeed_compress.local_sgd.coordinator.wire import AnchorSources
 from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange
 from deepspeed_compress.local_sgd.round_peers import make_groups
 from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
@@ -396,7 +396,7 @@ def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: st
 
 def test_an_anchor_that_cannot_be_fetched_raises_with_the_cause(address: str) -> None:
     island = Island(section(address), 1.0).train(1)
-    nobody = AnchorSources(9, [["127.0.0.1:1"]])
+    nobody = AnchorSources(version=9, sources=[["127.0.0.1:1"]])
     assert island.exchange.shared_anchor.fetch(nobody, 0, 0) is None
     with pytest.raises(IslandError, match=r"none of 1 islands provided the anchor .*Connection refused"):
         island.exchange._find_sources_again(nobody, deadline=0.0)

@@ -1,4 +1,4 @@
-"""The parameter server without sockets: refusals, the log, and the files that it starts from."""
+"""The parameter server without sockets: refusals, and the file that it starts from."""
 
 import copy
 import errno
@@ -20,12 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.local_sgd.parameter_server import push_log
-from deepspeed_compress.local_sgd.parameter_server import service as service_module
+from deepspeed_compress.local_sgd.parameter_server import snapshot
 from deepspeed_compress.local_sgd.parameter_server.calls import Terms, read_part
-from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
 from deepspeed_compress.local_sgd.parameter_server.records import Records
 from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
+from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from deepspeed_compress.local_sgd.parameter_server.store import Store
 from tests.support.processes import join_threads, start_threads
 
@@ -55,7 +54,7 @@ WRONG: tuple[Any, ...] = (
 
 def restarted(path: Path, report: Callable[[str], None] = print) -> closing[Service]:
     """Return a server that starts from the files at `path`."""
-    return closing(Service(PushLog(path), report))
+    return closing(Service(Snapshot(path), report))
 
 
 class Connected:
@@ -160,11 +159,11 @@ def sent(head: Mapping[str, Any]) -> dict[str, Any] | None:
 @SAMPLED
 @pytest.mark.parametrize("exchange", [EXACT, TOPK, {"method": "blockwise", "bits": 4}, {"method": "randomk"}])
 @pytest.mark.parametrize("kind", ["enter", "resume", "leave", "fresh", "seed", "push"])
-def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
+def test_a_mutated_call_is_refused_or_applied_and_can_be_saved(
     directory: Path, kind: str, exchange: dict[str, Any]
 ) -> None:
     chosen = random.Random(f"{kind} {exchange}")
-    service = Service(PushLog(directory / "state"), lambda text: None)
+    service = Service(Snapshot(directory / "state"), lambda text: None)
     rank = Rank(service, terms(exchange, optimizer="nesterov"))
     if kind != "seed":
         rank.seed(moved(0))
@@ -191,9 +190,9 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
             break
     assert refused
     held = state(service)
-    copied = _copied(directory)
+    copied = _copied(service, directory)
     printed: list[str] = []
-    again = Service(PushLog(copied), printed.append)
+    again = Service(Snapshot(copied), printed.append)
     assert same(held, state(again))
     assert printed == []
     # A well-behaved island continues to work.
@@ -225,73 +224,68 @@ def _call(rank: Rank, kind: str, number: int, exchange: Mapping[str, Any]) -> tu
     return rank.head(kind, claim=number, **LAYOUT), moved(number).numpy().tobytes()
 
 
-def _copied(directory: Path) -> Path:
-    """Copy the files as they would be if the server were killed now."""
-    for suffix in ("", ".log"):
-        (directory / f"copy{suffix}").write_bytes((directory / f"state{suffix}").read_bytes())
+def _copied(service: Service, directory: Path) -> Path:
+    """Save the state, and return a copy, which another server may hold."""
+    service._save_calls()
+    (directory / "copy").write_bytes((directory / "state").read_bytes())
     return directory / "copy"
 
 
-def test_an_index_beyond_the_tensor_is_refused_before_logging(directory: Path) -> None:
+def test_an_index_beyond_the_tensor_is_refused(directory: Path) -> None:
     """An index has six bits for the 64 elements of a block, and the last block has 32 elements."""
-    service = Service(PushLog(directory / "state"), lambda text: None)
+    service = Service(Snapshot(directory / "state"), lambda text: None)
     rank = Rank(service, terms())
     rank.seed(moved(0))
-    before, log = state(service), (directory / "state.log").read_bytes()
+    before = state(service)
     answer, _ = service.handle(
         rank.head("push", samples=8), bytearray(b"\xff" * len(rank.encoded(moved(1)))), Connected()
     )
     assert answer["kind"] == "refused"
     assert "index" in answer["why"]
     assert same(before, state(service))
-    assert (directory / "state.log").read_bytes() == log
     assert rank.push(moved(1))[0]["kind"] == "taken"
-    with restarted(_copied(directory)) as again:
+    with restarted(_copied(service, directory)) as again:
         assert same(state(service), state(again))
     service.close()
 
 
-def test_a_disk_that_has_room_for_calls_only_stops_no_island(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save_part(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-        path.write_bytes(b"a part")
-        raise SafetensorError("no space left on device")
-
-    reports: list[str] = []
-    service = Service(PushLog(directory / "state"), reports.append)
-    rank = Rank(service, terms())
-    rank.seed(moved(0))
-    with monkeypatch.context() as full:
-        full.setattr(push_log, "save_file", save_part)
-        full.setattr(service_module, "LEAST_LOG", -(1 << 20))
-        for seed in range(8):
-            assert rank.push(moved(seed))[0]["kind"] == "taken"
-        assert not list(directory.glob("*.tmp"))
-        # It tries again when the log has doubled.
-        assert 1 <= sum("cannot be written" in text for text in reports) <= 5
-        killed = _copied(directory)
-        service.close()
-    for path in (killed, directory / "state"):
-        with restarted(path) as again:
-            assert same(state(service), state(again))
+def no_room(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    path.write_bytes(b"a part")
+    raise SafetensorError("no space left on device")
 
 
 def no_descriptor(path: Any, *args: Any, **options: Any) -> Any:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-@pytest.mark.parametrize("replaced", ["os.open", f"{push_log.__name__}.FileIO"])
-def test_calls_are_kept_if_there_are_no_descriptors_for_another_log(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, replaced: str
+@pytest.mark.parametrize(
+    ("replaced", "failing"), [(f"{snapshot.__name__}.save_file", no_room), ("os.open", no_descriptor)]
+)
+def test_a_full_disk_stops_no_island(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, replaced: str, failing: Callable[..., Any]
 ) -> None:
-    service = Service(PushLog(directory / "state"), lambda text: None)
+    reports: list[str] = []
+    service = Service(Snapshot(directory / "state"), reports.append)
     rank = Rank(service, terms())
     rank.seed(moved(0))
+    saved, held = (directory / "state").read_bytes(), service._saved
+    monkeypatch.setattr("deepspeed_compress.local_sgd.parameter_server.service.SAVE_INTERVAL", 0.0)
+    service._next_save = 0.0
     with monkeypatch.context() as full:
-        full.setattr(replaced, no_descriptor)
-        full.setattr(service_module, "LEAST_LOG", -(1 << 20))
-        for seed in range(4):
-            assert rank.push(moved(seed))[0]["kind"] == "taken"
-    with restarted(_copied(directory)) as again:
+        full.setattr(replaced, failing)
+        for seed in range(8):
+            assert rank.push(moved(seed))[0]["saved"] == held.islands[0].call
+        with pytest.raises(OSError, match=r"no space|Too many"):
+            Rank(service, terms())
+        assert not list(directory.glob("*.tmp"))
+        assert (directory / "state").read_bytes() == saved
+    assert [one.partition(" (")[0] for one in reports if "cannot" in one] == [
+        "islands keep their calls, because the state cannot be written"
+    ]
+    assert list(service.store.records.islands) == [0], "an island that could not be saved has not entered"
+    service._next_save = 0.0
+    assert rank.push(moved(9))[0]["saved"] == rank.calls
+    with restarted(_copied(service, directory)) as again:
         assert same(state(service), state(again))
     service.close()
 
@@ -359,7 +353,7 @@ def test_invalid_terms_are_refused(given: Any) -> None:
 
 def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> None:
     """Different shapes from two ranks are detected when both parts have arrived."""
-    service = Service(PushLog(directory / "state"), lambda text: None)
+    service = Service(Snapshot(directory / "state"), lambda text: None)
     rank = Rank(service, terms(ranks=2))
     heads = [
         rank.head("seed", place=place, claim=0, layout=[["w", 0, 4]], shapes={"w": [4 + place]}) for place in (0, 1)
@@ -370,20 +364,19 @@ def test_inconsistent_parts_refuse_the_call_of_all_ranks(directory: Path) -> Non
     assert [head["kind"] for head, _ in answers] == ["refused"] * 2
     assert "shapes" in answers[0][0]["why"]
     assert service.store.records.version == 0
-    with restarted(_copied(directory)) as again:
+    with restarted(_copied(service, directory)) as again:
         assert same(state(service), state(again))
     service.close()
 
 
 def trained(directory: Path) -> Path:
-    """Return the file of a server with pushes of an island in its log."""
-    service = Service(PushLog(directory / "state"), lambda text: None)
+    """Return the file of a server that has received pushes."""
+    service = Service(Snapshot(directory / "state"), lambda text: None)
     rank = Rank(service, terms(optimizer="nesterov"))
     rank.seed(moved(0))
-    service._save()
     for seed in range(3):
         rank.push(moved(seed))
-    path = _copied(directory)
+    path = _copied(service, directory)
     service.close()
     return path
 
@@ -394,7 +387,7 @@ PUSH = {"kind": "push", "number": 0, "place": 0, "call": 1, "samples": 8, "token
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({**PUSH, "place": MISSING}, "place is missing in a call of kind 'push' (allowed: a valid integer)"),
+        ({**PUSH, "place": MISSING}, "place is missing in a call of kind 'push' (required)"),
         ({**PUSH, "place": "0"}, "place is '0' (allowed: a valid integer)"),
         ({**PUSH, "layout": [["weight", 0]]}, "layout.0.2 is missing in a call of kind 'push' (required)"),
     ],
@@ -406,29 +399,8 @@ def test_a_field_that_does_not_fit_is_named_without_the_rest_of_the_call(given: 
 
 
 def test_missing_terms_are_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("ranks is missing in terms (allowed: a valid integer)")):
+    with pytest.raises(ValueError, match=re.escape("ranks is missing in terms (required)")):
         Terms.read({"max_staleness": 4, "exchange": EXACT})
-
-
-def test_a_log_entry_that_cannot_be_applied_is_skipped_and_reported(directory: Path) -> None:
-    path = trained(directory)
-    log = PushLog(path)
-    store = log.read()
-    assert store is not None
-    entries = list(log.entries())
-    log.write(store)
-    for number, entry in enumerate(entries):
-        assert not isinstance(entry, ValueError)
-        heads, bodies = entry
-        if number == 1:
-            heads = [{**heads[0], "samples": "8"}]
-        log.append(heads, bodies)
-    log.close()
-    printed: list[str] = []
-    again = Service(PushLog(path), printed.append)
-    assert printed == ["entry 2 of the log is skipped: samples is '8' (allowed: a valid integer)"]
-    assert again.store.records.pushes == 2
-    again.close()
 
 
 def records_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -466,10 +438,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut head": lambda path: path.write_bytes(path.read_bytes()[:40]) and None,
     "huge head": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]) and None,
     "text": lambda path: path.write_text("{}") and None,
-    "deep": lambda path: save_file({}, path, {"serial": "1", "records": "[" * 100_000}),
-    "long number": lambda path: save_file({}, path, {"serial": "1" * 5000, "records": "{}"}),
-    "a list": lambda path: save_file({}, path, {"serial": "1", "records": "[]"}),
-    "no records": lambda path: save_file({}, path, {"serial": "1"}),
+    "deep": lambda path: save_file({}, path, {"records": "[" * 100_000}),
+    "long number": lambda path: save_file({}, path, {"records": "1" * 5000}),
+    "a list": lambda path: save_file({}, path, {"records": "[]"}),
+    "no records": lambda path: save_file({}, path, {"other": "1"}),
     "nothing": lambda path: save_file({}, path),
     "no tensors": tensors_with(dict.clear),
     "one tensor less": tensors_with(lambda tensors: tensors.pop("momentum/0")),
@@ -484,14 +456,13 @@ def test_a_damaged_file_is_refused_by_name(directory: Path, damage: str) -> None
     path = trained(directory)
     DAMAGES[damage](path)
     with pytest.raises(StateError, match=r"copy is damaged or does not belong to a parameter server"):
-        Service(PushLog(path), print)
+        Service(Snapshot(path), print)
     # The file is released.
-    PushLog(path).close()
+    Snapshot(path).close()
 
 
 def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
     path = trained(directory)
-    (directory / "copy.log").unlink()
     whole, chosen, refused = path.read_bytes(), random.Random(7), []
     records = json.loads(_about(path)["records"])
     for place in places_in(records):
@@ -509,35 +480,11 @@ def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
                 # JSON cannot represent this value.
                 continue
             try:
-                Service(PushLog(path), print).close()
+                Service(Snapshot(path), print).close()
             except StateError as error:
                 refused.append(f"{error}")
     assert len(refused) > 200
     assert all("copy is damaged" in line for line in refused)
-
-
-def test_a_damaged_log_is_refused_or_skipped_by_name(directory: Path) -> None:
-    path, chosen = trained(directory), random.Random(3)
-    log, whole = (directory / "copy.log").read_bytes(), path.read_bytes()
-    found, refusals = {"refused": 0, "named": 0, "cut": 0}, []
-    for _ in range(100):
-        damaged = bytearray(log)
-        for _ in range(chosen.choice((1, 1, 8))):
-            damaged[chosen.randrange(len(damaged))] = chosen.randrange(256)
-        if chosen.random() < 0.3:
-            del damaged[chosen.randrange(len(damaged)) :]
-        path.write_bytes(whole)
-        (directory / "copy.log").write_bytes(damaged)
-        printed: list[str] = []
-        try:
-            Service(PushLog(path), printed.append).close()
-            found["named" if printed else "cut"] += 1
-            assert all("of the log is skipped" in line for line in printed)
-        except StateError as error:
-            found["refused"] += 1
-            refusals.append(f"{error}")
-    assert min(found.values()) > 3, found
-    assert all("copy.log is damaged" in line for line in refusals)
 
 
 def test_the_same_store_is_read_again() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.rollout.served_store import ServedStore
-from deepspeed_compress.transport.secret import SECRET
+from deepspeed_compress.transport.credentials import SECRET
 from tests.support.leftovers import own_port
 from tests.support.transport import CREDENTIALS
 

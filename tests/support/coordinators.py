@@ -6,10 +6,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
-from deepspeed_compress.local_sgd.parameter_server.membership import DEFAULT_ROOM, Room
-from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
+from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
 from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
+from deepspeed_compress.local_sgd.parameter_server.service import DEFAULT_ROOM, Room
+from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
+from deepspeed_compress.transport.machine_server import MachineServer
 from tests.support.leftovers import own_port
 
 
@@ -24,13 +25,13 @@ def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
 @contextlib.contextmanager
 def parameter_server(state: Path | None = None, port: int = 0, room: Room = DEFAULT_ROOM) -> Iterator[ParameterServer]:
     """Run a parameter server, and yield it."""
-    server = ParameterServer(PushLog(state) if state is not None else None, "127.0.0.1", port, room=room)
+    server = ParameterServer(Snapshot(state) if state is not None else None, "127.0.0.1", port, room=room)
     with serving(server):
         yield server
 
 
 @contextlib.contextmanager
-def serving(server: Server | ParameterServer) -> Iterator[None]:
+def serving(server: MachineServer | ParameterServer) -> Iterator[None]:
     """Run `server` in a thread."""
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)

@@ -20,7 +20,8 @@ import pytest
 from deepspeed_compress.transport.client import connect, parse_address
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.frames import HEADER, Limits
+from deepspeed_compress.transport.frames import HEADER
+from deepspeed_compress.transport.limits import Limits
 
 Message = Mapping[str, Any]
 SERVICES = ("transport", "local_sgd", "checkpointing", "rollout", "launcher", "agents")

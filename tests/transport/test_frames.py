@@ -1,23 +1,12 @@
 """Heads of frames: valid and malformed ones, and limits of their sizes."""
 
-import json
 import random
 import string
 
 import pytest
 
 from deepspeed_compress.transport.errors import ProtocolError
-from deepspeed_compress.transport.fields import (
-    a_boolean,
-    a_mapping,
-    a_number,
-    a_text,
-    an_integer,
-    check_message,
-    every,
-    optional,
-)
-from deepspeed_compress.transport.frames import DEPTH, HEADER, decode, encode, sizes
+from deepspeed_compress.transport.frames import HEADER, decode, encode, sizes
 
 
 def nested(levels: int) -> bytes:
@@ -37,10 +26,6 @@ def nested(levels: int) -> bytes:
         b'{"kind": "x", "a": NaN}',
         b'{"kind": "x", "a": Infinity}',
         b'{"kind": "x", "a": -Infinity}',
-        b'{"kind": "x", "a": 1e999}',
-        b'{"kind": "x", "a": 9223372036854775808}',
-        b'{"kind": "x", "a": -9223372036854775808}',
-        b'{"kind": "x", "a": ' + b"1" * 4300 + b"}",
         b'{"kind": "x", "a": ' + b"1" * 100_000 + b"}",
         b'{"kind": "x\\ud800"}',
         b'{"kind": "x", "\\udfff": 1}',
@@ -49,7 +34,6 @@ def nested(levels: int) -> bytes:
         b'{"kind": "x", "a": "\xed\xa0\x80"}',
         b'{"kind": "x"} {"kind": "x"}',
         b'{"kind": "x"',
-        nested(DEPTH),
         nested(900),
         nested(100_000),
         b'{"kind":' * 50_000,
@@ -66,7 +50,6 @@ def test_a_decoded_head_equals_the_encoded_one() -> None:
     text = encode(head, 7)
     assert sizes(text[: HEADER.size], 1000, 7) == (len(text) - HEADER.size, 7)
     assert decode(text[HEADER.size :]) == head
-    assert decode(nested(DEPTH - 1))["kind"] == "x"
     assert decode(b'{"kind": "\\ud83d\\ude00"}') == {"kind": "\U0001f600"}
 
 
@@ -91,53 +74,3 @@ def test_random_bytes_raise_only_protocol_errors() -> None:
                 assert isinstance(decode(raw)["kind"], str)
             except ProtocolError:
                 continue
-
-
-TABLE = {
-    "join": {
-        "name": a_text(8, least=1),
-        "slots": every(an_integer(0, 9), 3),
-        "silent": optional(a_number(0.0)),
-        "terms": a_mapping,
-        "ok": a_boolean,
-    },
-    "beat": {},
-}
-GOOD = {"kind": "join", "name": "n", "slots": [0, 9], "silent": 1.5, "terms": {}, "ok": False}
-
-
-def test_a_message_that_its_table_allows_passes() -> None:
-    check_message(GOOD, TABLE)
-    check_message({**GOOD, "silent": None, "slots": [], "more": 1}, TABLE)
-    check_message({"kind": "beat"}, TABLE)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("kind", "jion"),
-        ("name", ""),
-        ("name", "x" * 9),
-        ("name", 1),
-        ("name", None),
-        ("slots", [0, True]),
-        ("slots", [10]),
-        ("slots", [-1]),
-        ("slots", [1.0]),
-        ("slots", [1] * 4),
-        ("slots", {"0": 1}),
-        ("silent", -0.1),
-        ("silent", "1"),
-        ("silent", True),
-        ("terms", []),
-        ("ok", 1),
-    ],
-)
-def test_an_invalid_field_is_named(name: str, value: object) -> None:
-    with pytest.raises(ProtocolError, match=name):
-        check_message({**GOOD, name: value}, TABLE)
-
-
-def test_json_has_no_other_way_to_write_a_surrogate() -> None:
-    """`decode` only checks escapes."""
-    assert b"\\u" in json.dumps("\ud800").encode()

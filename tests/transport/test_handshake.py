@@ -88,7 +88,7 @@ def test_a_server_that_reflects_messages_is_refused() -> None:
         client.send(next(client).out)
     client = client_steps(KEY, "echo")
     next(client)
-    other = handshake._HELLO.pack(b"DSCOMPR\n", 1, b"", bytes(32))
+    other = handshake.HELLO.pack(b"DSCOMPR\n", 1, b"", bytes(32))
     proof = client.send(other).out
     with pytest.raises(AuthenticationError):
         client.send(b"\0" + b"echo".ljust(22, b"\0") + proof)

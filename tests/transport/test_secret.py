@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.transport.secret import SECRET, SECRET_FILE, find_secret, pass_on
-from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
+from deepspeed_compress.transport.credentials import (
+    SECRET,
+    SECRET_FILE,
+    TLS_AUTHORITY,
+    TLS_CERTIFICATE,
+    find_secret,
+    pass_on,
+)
 from tests.support.transport import make_certificates
 
 

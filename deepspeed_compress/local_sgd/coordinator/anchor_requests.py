@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
+from deepspeed_compress.local_sgd.coordinator.messages import Claim
 from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, too_few, too_few_loaded
 from deepspeed_compress.local_sgd.coordinator.records import Island
-from deepspeed_compress.local_sgd.coordinator.requests import Claim, Sources
+from deepspeed_compress.transport.messages import Fields
 
 
 class AnchorRequests:
@@ -14,7 +15,7 @@ class AnchorRequests:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
-    def add(self, name: str, sources: Sources, now: float) -> None:
+    def add(self, name: str, sources: Fields, now: float) -> None:
         """Handle the request of the island `name` for the islands that hold the newest anchor."""
         self._membership.connected[name].wait("sources", now)
 

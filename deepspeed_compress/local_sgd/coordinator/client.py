@@ -8,14 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.local_sgd.coordinator.messages import FROM_COORDINATOR
-from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, AnchorSources, Message, Outcome, Round
+from deepspeed_compress.local_sgd.coordinator.messages import (
+    COORDINATOR,
+    FROM_COORDINATOR,
+    AnchorSources,
+    Message,
+    Outcome,
+    Round,
+)
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
-from deepspeed_compress.transport.fields import check_message
-from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
 
 _ANSWERS: Mapping[str, frozenset[str]] = {
     "arrive": frozenset({"round", "over", "anchor"}),
@@ -33,8 +38,6 @@ LEAVE_TIMEOUT = 1.0
 """Longest time in seconds that an ending island waits until the coordinator has received its message."""
 STATUS_TIMEOUT = 5.0
 """Longest time in seconds that a user waits for a summary."""
-_HEAD = 1 << 24
-"""Largest size in bytes of a message: a round, or an anchor, of thousands of ranks."""
 
 
 class CoordinatorClient:
@@ -98,7 +101,7 @@ class CoordinatorClient:
 
     def sources(self) -> AnchorSources:
         """Return the islands that hold the newest anchor. Blocks until `minimum` islands have joined."""
-        return _read_sources(self._ask({"kind": "sources"}))
+        return AnchorSources.model_validate(self._ask({"kind": "sources"}))
 
     def claim(self, run: str, number: int, version: int) -> AnchorSources:
         """Report that this island has loaded the anchor that island `number` of `run` saved.
@@ -106,7 +109,9 @@ class CoordinatorClient:
         Returns:
             The anchor to use, without sources if all islands begin with the loaded one.
         """
-        return _read_sources(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
+        return AnchorSources.model_validate(
+            self._ask({"kind": "claim", "run": run, "number": number, "version": version})
+        )
 
     def ready(self, version: int) -> None:
         """Report that this island has the anchor of `version`, and must be waited for from now on."""
@@ -122,15 +127,15 @@ class CoordinatorClient:
         """
         found = self._ask({"kind": "arrive", "version": self.version, "samples": samples})
         if found["kind"] == "anchor":
-            return _read_sources(found)
-        return Round.of(found) if found["kind"] == "round" else None
+            return AnchorSources.model_validate(found)
+        return Round.model_validate(found) if found["kind"] == "round" else None
 
     def vote(self, round_: int, ok: bool) -> Outcome:
         """Report whether this island's exchange was `ok`, and return whether the round is committed."""
         while True:
             found = self._ask({"kind": "vote", "round": round_, "ok": ok})
             if found["id"] == round_:
-                return Outcome(round_, found["committed"])
+                return Outcome.model_validate(found)
 
     def leave(self) -> None:
         """Leave for good. The coordinator ends the connection once it has received the message."""
@@ -195,7 +200,7 @@ class CoordinatorClient:
                 time.sleep(PAUSE)
 
     def _connect(self) -> Connection:
-        limits = Limits(head=_HEAD, patience=self._timeout)
+        limits = Limits(head=LARGE_HEAD, patience=self._timeout)
         patience = max(self._timeout, LEAST_CONNECT_TIMEOUT)
         return connect(self._address, COORDINATOR, self._credentials, patience, limits, self._timeout)
 
@@ -211,7 +216,7 @@ class CoordinatorClient:
         self._connection = connection
         self._send_join()
         while (message := connection.receive(self._timeout)) is not None:
-            check_message(message, FROM_COORDINATOR)
+            FROM_COORDINATOR.read(message)
             self._handle(message)
             if self._refusal:
                 return
@@ -247,10 +252,6 @@ class CoordinatorClient:
             self._change.notify_all()
 
 
-def _read_sources(message: Message) -> AnchorSources:
-    return AnchorSources(message["version"], message["sources"])
-
-
 def status(address: str) -> dict[str, Any]:
     """Return the summary of whichever service of this package runs at `address`.
 
@@ -274,7 +275,7 @@ def forget(address: str, numbers: Sequence[int]) -> dict[str, Any]:
 
 def _status_after(address: str, service: str, *requests: Message) -> dict[str, Any]:
     """Send the requests of a user, and return the summary after that."""
-    limits = Limits(head=_HEAD, patience=STATUS_TIMEOUT)
+    limits = Limits(head=LARGE_HEAD, patience=STATUS_TIMEOUT)
     with connect(address, service, Credentials.find(), STATUS_TIMEOUT, limits) as connection:
         for request in (*requests, {"kind": "status"}):
             connection.send(request)

@@ -7,7 +7,7 @@ same as the others. A round is also void if its result was lost with all islands
 continued from an older anchor.
 
 **Membership.** Decisions are made from the islands that are known and have not left, not from those that happen to be
-connected (`known_islands`). An island is known from when it has an anchor of the run until it sends `leave`, another
+connected (`KnownIslands`). An island is known from when it has an anchor of the run until it sends `leave`, another
 process loads its checkpoint, or a user removes it (`forget`).
 
 1. The run continues from the newest anchor that a known island has. If none of its holders is connected, the others
@@ -31,13 +31,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from deepspeed_compress.local_sgd.coordinator import requests
 from deepspeed_compress.local_sgd.coordinator.anchor_requests import AnchorRequests
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
+from deepspeed_compress.local_sgd.coordinator.messages import FROM_ISLANDS, Claim, Forget, Message, Ready, Vote
 from deepspeed_compress.local_sgd.coordinator.records import Saved
-from deepspeed_compress.local_sgd.coordinator.requests import AnyRequest, Request, read_request
 from deepspeed_compress.local_sgd.coordinator.rounds import Rounds
-from deepspeed_compress.local_sgd.coordinator.wire import Message
+from deepspeed_compress.transport.messages import Fields
 
 
 class Coordinator:
@@ -59,16 +58,16 @@ class Coordinator:
         self.membership = Membership(saved, came_back)
         self._rounds = Rounds(self.membership)
         self._anchor_requests = AnchorRequests(self.membership)
-        self._handlers: Mapping[type[Request], Callable[[str, Any, float], None]] = {
-            requests.Join: self.membership.join,
-            requests.Beat: self._beat,
-            requests.Ready: self._ready,
-            requests.Claim: self._anchor_requests.claim,
-            requests.Arrive: self._rounds.arrive,
-            requests.Vote: self._rounds.vote,
-            requests.Sources: self._anchor_requests.add,
-            requests.Leave: self._leave,
-            requests.Forget: self._forget,
+        self._handlers: Mapping[str, Callable[[str, Any, float], None]] = {
+            "join": self.membership.join,
+            "beat": self._beat,
+            "ready": self._ready,
+            "claim": self._anchor_requests.claim,
+            "arrive": self._rounds.arrive,
+            "vote": self._rounds.vote,
+            "sources": self._anchor_requests.add,
+            "leave": self._leave,
+            "forget": self._forget,
         }
 
     def to_save(self) -> str:
@@ -85,16 +84,16 @@ class Coordinator:
         Raises:
             ValueError: if it is not a valid message, or cannot be true. Nothing has changed then.
         """
-        request = read_request(message)
+        request = FROM_ISLANDS.read(message)
         self._check_versions(request)
         island = self.membership.connected.get(name)
         if island is not None:
             island.last_message = now
-        elif not isinstance(request, requests.Join | requests.Forget):
+        elif message["kind"] not in ("join", "forget"):
             # It was lost in the meantime, and has to join again.
             self.membership.send(name, {"kind": "unknown"})
             return
-        self._handlers[type(request)](name, request, now)
+        self._handlers[message["kind"]](name, request, now)
         self._settle(now)
 
     def disconnect(self, name: str, now: float) -> None:
@@ -145,24 +144,24 @@ class Coordinator:
         self._anchor_requests.answer(now)
         self._rounds.close(now)
 
-    def _check_versions(self, request: AnyRequest) -> None:
+    def _check_versions(self, request: Fields) -> None:
         """Raise ValueError for a version that no round had, in a message that only an island of this run sends."""
-        version = request.round if isinstance(request, requests.Vote) else getattr(request, "version", 0)
-        names_run = isinstance(request, requests.Claim) or getattr(request, "run", None) is not None
+        version = request.round if isinstance(request, Vote) else getattr(request, "version", 0)
+        names_run = isinstance(request, Claim) or getattr(request, "run", None) is not None
         if not names_run and version >= self.saved.next_round:
             newest = self.saved.next_round - 1
             raise ValueError(f"version {version} belongs to no round (allowed: up to {newest})")
 
-    def _beat(self, name: str, beat: requests.Beat, now: float) -> None:
+    def _beat(self, name: str, beat: Fields, now: float) -> None:
         """Do nothing: `handle` has recorded the time of the message."""
 
-    def _ready(self, name: str, ready: requests.Ready, now: float) -> None:
+    def _ready(self, name: str, ready: Ready, now: float) -> None:
         self.membership.set_version(self.membership.connected[name], ready.version)
 
-    def _leave(self, name: str, leave: requests.Leave, now: float) -> None:
+    def _leave(self, name: str, leave: Fields, now: float) -> None:
         self.membership.known.remove([self.membership.connected[name].number])
         self.disconnect(name, now)
 
-    def _forget(self, name: str, forget: requests.Forget, now: float) -> None:
+    def _forget(self, name: str, forget: Forget, now: float) -> None:
         """Remove the named islands, except connected ones."""
         self.membership.known.remove({*forget.numbers} - self.membership.numbers())

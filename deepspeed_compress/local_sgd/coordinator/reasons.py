@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from deepspeed_compress.local_sgd.coordinator.messages import Join
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
-from deepspeed_compress.local_sgd.coordinator.requests import Join
 
 _SHOWN = 20
 """Most islands that a reason names."""

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_compress.local_sgd.coordinator.requests import Claim, Join
-from deepspeed_compress.local_sgd.coordinator.wire import Round
+from deepspeed_compress.local_sgd.coordinator.messages import Claim, Join, Round
 
 KEPT = 1000
 """Number of versions that are remembered: an island that returns after more exchanges is treated as a new one."""

@@ -1,13 +1,11 @@
 """Rounds of exchange as a coordinator sees them: opening, participants, votes, and commitment."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
+from deepspeed_compress.local_sgd.coordinator.messages import Arrive, Outcome, Partner, Round, Vote, as_message
 from deepspeed_compress.local_sgd.coordinator.reasons import names_of, not_returned, too_few, votes_missing
 from deepspeed_compress.local_sgd.coordinator.records import Island, RunningRound
-from deepspeed_compress.local_sgd.coordinator.requests import Arrive, Vote
-from deepspeed_compress.local_sgd.coordinator.wire import Outcome, Partner, Round
 
 TRIES = 2
 """Void rounds in a row after which islands are left out in turn: a link between two may be broken."""
@@ -42,7 +40,7 @@ class Rounds:
         """Record the vote of the island `name`, or repeat the outcome of a round that has ended."""
         running = self.running
         if running is None or running.round.id != vote.round or name not in running.votes:
-            self._send_outcome(name, Outcome(vote.round, vote.round in self._membership.saved.lineage))
+            self._send_outcome(name, Outcome(id=vote.round, committed=vote.round in self._membership.saved.lineage))
         else:
             running.votes[name] = vote.ok
 
@@ -138,14 +136,17 @@ class Rounds:
                 one.arrived = None
                 self._membership.send(name, {"kind": "over"})
             return
-        partners = [Partner(one.number, one.arrived or 0, one.version, one.store) for one in chosen.values()]
+        partners = [
+            Partner(number=one.number, samples=one.arrived or 0, version=one.version, store=one.store)
+            for one in chosen.values()
+        ]
         id_ = saved.next_round
         saved.next_round += 1
-        round_ = Round(id_, newest, f"{saved.run}/{id_}", tuple(partners))
+        round_ = Round(id=id_, base=newest, fresh=f"{saved.run}/{id_}", partners=partners)
         self.running = RunningRound(round_, dict.fromkeys(chosen), now)
         for name, one in chosen.items():
             one.arrived = None
-            self._membership.send(name, round_.message())
+            self._membership.send(name, as_message("round", round_))
 
     def _end(self, running: RunningRound, committed: bool) -> None:
         membership = self._membership
@@ -157,7 +158,7 @@ class Rounds:
             one = membership.connected.get(name)
             if one is not None and committed and one.version == running.round.base:
                 membership.set_version(one, running.round.id)
-            self._send_outcome(name, Outcome(running.round.id, committed))
+            self._send_outcome(name, Outcome(id=running.round.id, committed=committed))
 
     def _send_outcome(self, name: str, outcome: Outcome) -> None:
-        self._membership.send(name, {"kind": "outcome", **asdict(outcome)})
+        self._membership.send(name, as_message("outcome", outcome))

@@ -1,4 +1,4 @@
-"""Strict validation of calls: a call that passes here and in `Store.prepare` can be applied and replayed.
+"""Strict validation of calls: a call that passes here and in `Store.prepare` can be applied.
 
 Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 """
@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from deepspeed_compress.config import Islands
 from deepspeed_compress.transport.frames import Head
+from deepspeed_compress.transport.messages import shown
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1
@@ -19,7 +20,6 @@ MOST_RANKS = 2**16
 MOST_DIMENSIONS = 64
 MOST_CHARACTERS = 1000
 """Most characters of the name of a parameter, and of other texts."""
-_SHOWN = 60
 
 
 def integer(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
@@ -27,15 +27,6 @@ def integer(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {shown(value)} (allowed: an integer from {least} to {most})")
     return value
-
-
-def shown(value: Any) -> str:
-    """Return `value` as it appears in messages. Python refuses to print integers of more than 4,300 digits."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, Mapping | list | tuple):
-        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
-    return repr(value)[:_SHOWN]
 
 
 def read_as(adapter: TypeAdapter[T], given: Any, what: str) -> T:
@@ -49,22 +40,8 @@ def read_as(adapter: TypeAdapter[T], given: Any, what: str) -> T:
         first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"])) or "it"
     if first["type"] == "missing":
-        raise ValueError(f"{name} is missing in {what} ({_allowed_as(adapter, name)})")
-    raise ValueError(f"{name} is {shown(first['input'])} ({_allowed(first['msg'])})")
-
-
-def _allowed(message: str) -> str:
-    return message.replace("Input should be ", "allowed: ")
-
-
-def _allowed_as(adapter: TypeAdapter[Any], name: str) -> str:
-    """Return what the field `name` may be, which pydantic says about a wrong value only."""
-    try:
-        adapter.validate_python({name: None})
-    except ValidationError as error:
-        found = (one["msg"] for one in error.errors(include_url=False) if one["loc"] == (name,))
-        return next(map(_allowed, found), "required")
-    return "required"
+        raise ValueError(f"{name} is missing in {what} (required)")
+    raise ValueError(f"{name} is {shown(first['input'])} ({first['msg'].replace('Input should be ', 'allowed: ')})")
 
 
 def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -127,6 +104,8 @@ class Part:
         size: Bytes of the body: payload of a push, or weights of a seed in fp32.
         step: Step of the island's learning-rate schedule.
         token: Proof that the sender is the process that entered or resumed the island.
+        oldest: Oldest call that the rank can send again; 0 for none.
+        is_again: True if the call was answered before a crash of the server, and its answer is not read.
         samples: For a push: samples since the last one. 0 if the island has diverged, and sends nothing.
         claim: For a seed: version of the weights in a checkpoint, 0 for new ones.
         layout: For a seed: slices of parameters, in the order of the body.
@@ -140,6 +119,8 @@ class Part:
     size: Count
     step: Count = 0
     token: Text = ""
+    oldest: Count = 0
+    is_again: Annotated[bool, Field(strict=True)] = False
     samples: Count = 0
     claim: Annotated[int, Field(strict=True, ge=0, le=LARGEST // 2)] = 0
     layout: tuple[Slice, ...] = ()

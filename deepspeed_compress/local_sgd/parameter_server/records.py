@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-from deepspeed_compress.local_sgd.parameter_server.calls import Shape, Slice, Terms, Text, check_slices, read_as, shown
+from deepspeed_compress.local_sgd.parameter_server.calls import Shape, Slice, Terms, Text, check_slices, read_as
+from deepspeed_compress.transport.messages import shown
 
 Natural = Annotated[int, Field(strict=True, ge=0)]
 """Exact integer from 0. A sum over pushes may exceed 2**63."""

@@ -2,23 +2,22 @@
 
 An island sends `enter` (a new island), `resume` (from a checkpoint), and `leave`. Each of its ranks sends its part of
 `fresh` (request the whole anchor), `seed` (weights that have not been trained yet) and `push`. The server answers
-`welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and
-`refused`. Calls are numbered by their island, so they may be sent twice.
+`welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped`,
+`again` (it has lost calls in a crash) and `refused`. Calls are numbered by their island, so they may be sent twice.
 """
 
 from collections.abc import Callable
 
 from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER
-from deepspeed_compress.local_sgd.parameter_server.membership import DEFAULT_ROOM, Room
-from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
-from deepspeed_compress.local_sgd.parameter_server.service import Service
+from deepspeed_compress.local_sgd.parameter_server.service import DEFAULT_ROOM, Room, Service
+from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
 from deepspeed_compress.transport.rate_limited_log import ignore
 from deepspeed_compress.transport.server import Server as TransportServer
 
-LIMITS = Limits(head=1 << 24)
+LIMITS = Limits(head=LARGE_HEAD)
 """Heads hold the names and shapes of all parameters; bodies are bounded by what the service expects."""
 
 
@@ -26,7 +25,7 @@ class Server:
     """Server of a `Service` at `host`:`port`; port 0 selects a free one.
 
     Args:
-        log: persistent log of the state; None keeps it in memory only.
+        file: file of the state; None keeps it in memory only.
         host: address to listen at.
         port: port to listen at.
         report: receives log lines.
@@ -35,12 +34,12 @@ class Server:
     Raises:
         ConfigError: if there are no credentials.
         OSError: if the address is not available.
-        StateError: if the files of `log` are damaged.
+        StateError: if `file` is damaged.
     """
 
     def __init__(
         self,
-        log: PushLog | None,
+        file: Snapshot | None,
         host: str,
         port: int,
         report: Callable[[str], None] = ignore,
@@ -50,7 +49,7 @@ class Server:
         self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, credentials, LIMITS, log=report)
         self.port = self._server.port
         try:
-            self.service = Service(log, report, room)
+            self.service = Service(file, report, room)
         except BaseException:
             self._server.close()
             raise

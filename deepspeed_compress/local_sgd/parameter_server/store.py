@@ -37,7 +37,7 @@ WHOLE = 1 - 1e-6
 
 @dataclass(frozen=True)
 class Change:
-    """Result of one entry of the log, which takes effect by `Store.commit`.
+    """Result of a call, which takes effect by `Store.commit`.
 
     Attributes:
         kind: Kind of the answer.
@@ -57,7 +57,7 @@ class Change:
 class Store:
     """State of a parameter server. `prepare` checks and computes; `commit` cannot fail.
 
-    The same entries in the same order give the same state, bit for bit. `answer` changes only the record of what
+    The same calls in the same order give the same state, bit for bit. `answer` changes only the record of what
     islands hold. Not thread-safe.
 
     Raises:
@@ -81,8 +81,7 @@ class Store:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors as `__init__` takes them."""
-        found = enumerate(self.places)
-        return {f"{name}/{place}": tensor for place, one in found for name, tensor in one.tensors.items()}
+        return tensors_of(self.places)
 
     def problem(self, terms: Any) -> str:
         """Return why an island with `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
@@ -107,13 +106,13 @@ class Store:
             raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
 
     def prepare(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
-        """Return the change of an entry: an island that enters, resumes or leaves, or a call of all of its ranks.
+        """Return the change of a call: an island that enters, resumes or leaves, or a call of all of its ranks.
 
         Raises:
             ValueError: if it cannot be carried out. Nothing has changed then.
         """
         if not heads or len(heads) != len(bodies):
-            raise ValueError(f"an entry has {len(heads)} heads and {len(bodies)} bodies")
+            raise ValueError(f"a call has {len(heads)} heads and {len(bodies)} bodies")
         simple = _SIMPLE.get(heads[0].get("kind"))
         if simple is not None:
             return refuse_unfit(lambda: simple(self, heads[0]))
@@ -292,6 +291,11 @@ _CALLS: Mapping[str, Callable[[Store, Island, Sequence[Part], Sequence[Buffer]],
     "seed": Store._seed,
     "push": Store._push,
 }
+
+
+def tensors_of(places: Sequence[Place]) -> dict[str, Tensor]:
+    """Return the tensors of `places` by their names in files."""
+    return {f"{name}/{number}": tensor for number, place in enumerate(places) for name, tensor in place.tensors.items()}
 
 
 def _of_place(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:

@@ -14,8 +14,7 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
-from deepspeed_compress.transport.secret import SECRET
-from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
+from deepspeed_compress.transport.credentials import SECRET, TLS_AUTHORITY, TLS_CERTIFICATE
 from tests.support.transport import make_certificates
 
 SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--host", "127.0.0.1", "--port", "0"]

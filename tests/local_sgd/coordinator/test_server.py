@@ -11,11 +11,10 @@ import pytest
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
+from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
-from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.credentials import Credentials, Secret
 from tests.support.coordinators import coordinator, serving
 from tests.support.transport import until
 
@@ -133,7 +132,7 @@ def test_a_stall_of_the_coordinator_does_not_lose_islands(monkeypatch: pytest.Mo
     printed: list[str] = []
     server, ahead = island_server(None, "127.0.0.1", 0, printed.append), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr("deepspeed_compress.local_sgd.coordinator.server.time", clock)
+    monkeypatch.setattr("deepspeed_compress.transport.machine_server.time", clock)
     server._lock = lock = WatchedLock()  # type: ignore[assignment]
     with serving(server):
         address = f"127.0.0.1:{server.port}"

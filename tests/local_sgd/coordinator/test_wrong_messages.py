@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.local_sgd.coordinator.requests import read_request
+from deepspeed_compress.local_sgd.coordinator.messages import FROM_ISLANDS
 from tests.support.coordinated import CoordinatorHarness, begun, terms
 
 SURROGATE = "\ud800"
@@ -176,7 +176,5 @@ def mutate(random_: random.Random, value: Any) -> None:
 
 def test_a_message_has_the_fields_of_its_kind() -> None:
     for kind, fields in RIGHT.items():
-        found = read_request({"kind": kind, **fields, "run": "other"})
-        assert found.kind == kind
-        with pytest.raises(ValueError, match="frozen"):
-            found.kind = "beat"
+        found = FROM_ISLANDS.read({"kind": kind, **fields, "run": "other"})
+        assert type(found).__name__.lower() == kind

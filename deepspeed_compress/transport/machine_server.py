@@ -1,0 +1,371 @@
+"""Server of a state machine that knows no sockets: its connections, its clock, and the file from which it resumes."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import ProtocolError
+from deepspeed_compress.transport.frames import Head, encode
+from deepspeed_compress.transport.limits import MEMBERS
+from deepspeed_compress.transport.messages import Messages
+from deepspeed_compress.transport.rate_limited_log import RateLimitedLog
+from deepspeed_compress.transport.server import Server
+
+Message = Mapping[str, Any]
+TICK = 0.1
+"""Seconds between ticks of the clock."""
+LATE = 1.0
+"""Seconds between two ticks after which this process itself must have stalled. Pending messages are then read first."""
+FLUSH = 0.5
+"""Longest time in seconds that an ending server waits until clients have read their messages."""
+JOIN_TIMEOUT = 30.0
+"""Seconds that an authenticated client has to join, or to send a request."""
+
+
+class Machine(Protocol):
+    """State machine without sockets or a clock, such as `Coordinator`, for `Server` to serve."""
+
+    def handle(self, name: str, message: Message, now: float) -> None:
+        """Handle `message` of `name`, which fits the table of messages."""
+
+    def disconnect(self, name: str, now: float) -> None:
+        """Handle the end of the connection to `name`."""
+
+    def tick(self, now: float) -> None:
+        """Handle the time `now`, in seconds of any clock."""
+
+    def take_messages(self) -> list[tuple[str, Message]]:
+        """Return the messages to send, in order, each with its receiver."""
+
+    def status(self, now: float) -> Message:
+        """Return a summary for users."""
+
+    def to_save(self) -> str:
+        """Return the text that must be on disk before any message is sent."""
+
+
+class StateFile(Protocol):
+    """File of the state of a machine."""
+
+    def write(self, text: str) -> None:
+        """Write `text`. It is on disk when this returns, as a whole or not at all."""
+
+    def close(self) -> None:
+        """Release the file for another server."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """Service of a server.
+
+    Attributes:
+        name: name of the service.
+        member: noun for its clients.
+        messages: messages that clients may send.
+        requests: kinds of messages that a client may send without joining, such as a command of a user.
+    """
+
+    name: str
+    member: str
+    messages: Messages
+    requests: frozenset[str] = frozenset()
+
+
+class SendQueue:
+    """Queue that sends heads over `connection`, in order, without blocking the caller.
+
+    A client that does not read is disconnected once the queue is full, so its answers never fill memory.
+
+    Args:
+        connection: connection that nothing else sends over.
+        count: largest number of waiting messages.
+        size: largest number of waiting bytes, if there is more than one message.
+    """
+
+    def __init__(self, connection: Connection, count: int = 1024, size: int = 1 << 22) -> None:
+        self._connection, self._count, self._size = connection, count, size
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._change = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def put(self, head: Head) -> bool:
+        """Queue `head`.
+
+        Return False if it will not be sent, because the connection has ended, or is ended by this call.
+        """
+        frame = encode(head)
+        with self._change:
+            full = bool(self._waiting) and (len(self._waiting) >= self._count or self._bytes + len(frame) > self._size)
+            if full:
+                self._connection.end()
+            if full or self._ended:
+                return False
+            self._waiting.append(frame)
+            self._bytes += len(frame)
+            self._change.notify_all()
+        return True
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything is written, at most `seconds`."""
+        with self._change:
+            self._change.wait_for(lambda: not self._bytes or self._ended, seconds)
+
+    def end(self) -> None:
+        """Stop writing. Does not wait."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _write(self) -> None:
+        while (frame := self._next()) is not None:
+            try:
+                self._connection.send_encoded(frame)
+            except OSError:
+                self.end()
+            with self._change:
+                self._bytes -= len(frame)
+                self._change.notify_all()
+
+    def _next(self) -> bytes | None:
+        with self._change:
+            self._change.wait_for(lambda: self._waiting or self._ended)
+            return None if self._ended else self._waiting.popleft()
+
+
+def flush_all(queues: Iterable[SendQueue], seconds: float) -> None:
+    """Flush all of `queues` within `seconds` together."""
+    deadline = time.monotonic() + seconds
+    for queue in queues:
+        queue.flush(max(0.0, deadline - time.monotonic()))
+
+
+@dataclass
+class _ConnectedClient:
+    """Connection of a client, with the name under which it has joined ("" before it has)."""
+
+    connection: Connection
+    outgoing: SendQueue
+    name: str = ""
+
+
+class MachineServer:
+    """Server of one `machine` at `host`:`port`; port 0 selects a free one.
+
+    Each connection is read by its own thread, and written by another one. The machine
+    is used by one thread at a time. Nothing that a client sends or leaves unread delays the others.
+
+    Args:
+        service: the service. Any other message ends the connection of its client.
+        machine: called for every message.
+        file: file to which the state is written before any message is sent; None writes nothing.
+        host: address to listen at; "" for all.
+        port: port to listen at; the attribute `port` has the selected one.
+        report: receives log lines.
+        credentials: credentials of this side.
+
+    Raises:
+        OSError: if the address is not available.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        machine: Machine,
+        file: StateFile | None,
+        host: str,
+        port: int,
+        report: Callable[[str], None],
+        credentials: Credentials,
+    ) -> None:
+        self._machine, self._service, self._file = machine, service, file
+        self._log, self._notices = MembershipLog(report, service.member), RateLimitedLog(report)
+        self._transport = Server(service.name, self._attend, host, port, credentials, MEMBERS, log=report)
+        self.port = self._transport.port
+        self._lock = threading.Lock()
+        self._clients: dict[str, _ConnectedClient] = {}
+        self._written = ""
+        self._ended = threading.Event()
+        self._broken: BaseException | None = None
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop`. `ready` is called when clients can connect."""
+        clock = threading.Thread(target=self._keep_time, daemon=True)
+        clock.start()
+        try:
+            self._transport.run(partial(self._begin, ready), self._flush)
+        finally:
+            self._ended.set()
+            clock.join()
+            if self._file is not None:
+                self._file.close()
+        if self._broken is not None:
+            raise self._broken
+
+    def stop(self) -> None:
+        """End `run`. It may be called from any thread or signal handler."""
+        self._transport.stop()
+
+    def _begin(self, ready: Callable[[], None]) -> None:
+        with self._lock:
+            self._deliver()
+        ready()
+
+    def _keep_time(self) -> None:
+        """Tell the machine the time. After a stall of this process, pending messages are handled first."""
+        last = time.monotonic()
+        try:
+            while not self._ended.wait(TICK):
+                with self._lock:
+                    now = time.monotonic()
+                    if now - last < LATE:
+                        self._machine.tick(now)
+                        self._deliver()
+                last = now
+        except BaseException as error:
+            self._broken = error
+            self.stop()
+
+    def _flush(self) -> None:
+        with self._lock:
+            queues = [client.outgoing for client in self._clients.values()]
+        flush_all(queues, FLUSH)
+
+    def _attend(self, connection: Connection) -> None:
+        """Serve one connection until it ends. A malformed message ends it."""
+        client = _ConnectedClient(connection, SendQueue(connection))
+        why = "lost its connection"
+        try:
+            while (head := connection.receive(None if client.name else JOIN_TIMEOUT)) is not None:
+                with self._lock:
+                    self._handle(client, head)
+                if head["kind"] == "leave":
+                    # The client waits for the end of its connection.
+                    return
+        except OSError as error:
+            why = f"lost its connection ({error})"
+            if not client.name:
+                raise
+        finally:
+            client.outgoing.end()
+            with self._lock:
+                self._disconnect(client, why)
+
+    def _handle(self, client: _ConnectedClient, head: Message) -> None:
+        now = time.monotonic()
+        if head["kind"] == "status":
+            client.outgoing.put({"kind": "status", **self._machine.status(now)})
+            return
+        self._service.messages.read(head)
+        if head["kind"] == "join":
+            self._join(client, head.get("name", ""))
+        if not client.name and head["kind"] not in self._service.requests:
+            # A beat may overtake the first message of a client.
+            return
+        if head["kind"] == "beat":
+            client.outgoing.put({"kind": "beat"})
+        self._machine.handle(client.name, head, now)
+        if head["kind"] == "leave":
+            self._log.record_departure(client.name, "left")
+        self._deliver()
+
+    def _join(self, client: _ConnectedClient, name: str) -> None:
+        if not name:
+            raise ProtocolError("a client joined without a name")
+        if client.name not in ("", name):
+            raise ProtocolError("a client joined under a second name over the same connection")
+        former = self._clients.get(name)
+        if former is not None and former is not client:
+            former.connection.end()
+        client.name, self._clients[name] = name, client
+
+    def _disconnect(self, client: _ConnectedClient, why: str) -> None:
+        if self._clients.get(client.name) is not client:
+            # It never joined, or has connected again in the meantime.
+            return
+        del self._clients[client.name]
+        self._log.record_departure(client.name, why)
+        self._machine.disconnect(client.name, time.monotonic())
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Send messages, after saving the state: an island that was told an outcome must find it again later.
+
+        Without a saved state nothing is sent.
+        """
+        text = self._machine.to_save()
+        if text != self._written and self._file is not None:
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._notices(f"no client is answered, because the state cannot be written ({error})")
+                return
+        self._written = text
+        for name, message in self._machine.take_messages():
+            client = self._clients.get(name)
+            self._log.record(name, "" if client is None else client.connection.peer, message)
+            if client is not None:
+                client.outgoing.put(message)
+
+
+class MembershipLog:
+    """Log that turns the messages of a coordinator to its islands, or of a supervisor to its agents, into lines.
+
+    Args:
+        report: receives each line.
+        member: noun for a client of the service.
+    """
+
+    def __init__(self, report: Callable[[str], None], member: str) -> None:
+        self._report, self._member = report, member
+        # Any client that has the secret can be refused as often as it likes.
+        self._report_refusal = RateLimitedLog(report)
+        self._connected: dict[str, str] = {}
+        self._round: tuple[int, bool] | None = None
+        self._handlers: Mapping[str, Callable[[str, str, Message], None]] = {
+            "welcome": self._welcome,
+            "refused": self._refused,
+            "unknown": self._unknown,
+            "waiting": self._waiting,
+            "outcome": self._outcome,
+        }
+
+    def record(self, name: str, peer: str, message: Message) -> None:
+        """Log `message` of the coordinator to the island `name`, whose address is `peer`."""
+        handler = self._handlers.get(message["kind"])
+        if handler is not None:
+            handler(name, peer, message)
+
+    def record_departure(self, name: str, why: str) -> None:
+        """Log that the island `name` has left. Only the first reason is logged."""
+        about = self._connected.pop(name, None)
+        if about is not None:
+            self._report(f"{about} {why}; {len(self._connected)} connected")
+
+    def _welcome(self, name: str, peer: str, message: Message) -> None:
+        again = "joined again" if name in self._connected else "joined"
+        self._connected[name] = about = f"{self._member} {message['number']} ({peer})"
+        self._report(f"{about} {again}; {len(self._connected)} connected")
+
+    def _refused(self, name: str, peer: str, message: Message) -> None:
+        self._report_refusal(f"an {self._member} at {peer} was refused: {message['why']}")
+
+    def _unknown(self, name: str, peer: str, message: Message) -> None:
+        self.record_departure(name, "was silent for longer than `timeout`")
+
+    def _waiting(self, name: str, peer: str, message: Message) -> None:
+        self._report(f"{self._connected.get(name, name)} waits: {message['why']}")
+
+    def _outcome(self, name: str, peer: str, message: Message) -> None:
+        """Log the outcome of a round once, although every island receives it."""
+        found = (message["id"], message["committed"])
+        if found != self._round:
+            self._round = found
+            self._report(f"round {message['id']} is {'committed' if message['committed'] else 'void'}")
