@@ -1,4 +1,4 @@
-"""What a check of settings reads, and the diagnostics that it yields. `checks` has the table of all checks."""
+"""Input of the checks of settings, and the diagnostics that they yield. `checks` has the table of all checks."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the deciders of a policy share: the plan of a step, the figures of a finished one, and their interface."""
+"""Interface of the deciders of a policy, with the plan of a step and the figures of a finished one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -40,6 +40,6 @@ DEFAULT_LIMITS = Limits()
 DEFAULT_BOUNDS = Bounds()
 """As many connections as a large job has hosts."""
 MEMBERS = Limits(patience=10.0)
-"""What a coordinator or a supervisor accepts."""
+"""Limits of a coordinator or a supervisor."""
 LARGE_HEAD = 1 << 24
 """Largest size in bytes of a message with the addresses of thousands of ranks, or with all parameters of a model."""

@@ -1,4 +1,4 @@
-"""What the studies share: their options, the text that is encoded once for all runs, kept results, and tables."""
+"""Harness of the studies: options, the text that is encoded once for all runs, kept results, and tables."""
 
 import argparse
 import json
