@@ -181,12 +181,13 @@ def test_connecting_to_a_silent_listener_times_out() -> None:
 @pytest.mark.slow
 def test_unauthenticated_connections_are_limited_in_number_and_time() -> None:
     before = threading.active_count()
-    with serving(bounds=Bounds(pending=8, patience=3.0)) as server:
+    with serving(bounds=Bounds(pending=8, patience=5.0)) as server:
         flood = [unauthenticated(server) for _ in range(30)]
         with connected(server) as there:
             there.send({"kind": "x"})
             assert there.receive(60) == {"kind": "x"}
-        assert threading.active_count() - before < 15
+        # Threads of displaced connections end soon, long before the time to authenticate is over.
+        until(lambda: threading.active_count() - before < 15, seconds=3.0)
         assert sum(map(is_closed, flood)) >= 22
         until(lambda: all(map(is_closed, flood)))
         for one in flood:
