@@ -51,7 +51,7 @@ FILES = {
     "zero2.yaml": "train_batch_size: 8\nzero_optimization:\n  stage: 2\n",
     "default_config.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nnum_processes: 8\n",
 }
-RUNS = {"int4": "healthy-default", "none": "dense", "trainer/int4": "healthy-default", "trainer/none": "dense"}
+RUNS = {"int4": "healthy-default", "none": "dense"}
 """Recorded runs of other tests that stand in for the runs of the examples, by directory."""
 PROGRAM = """
 import os, types, warnings
@@ -201,6 +201,13 @@ def test_examples_that_do_not_run_use_existing_options(example: Example, capsys:
 def test_the_configuration_in_base64_is_one() -> None:
     [text] = re.findall(r"lint (eyJ\w+=*)", (ROOT / "docs/lint.md").read_text(encoding="utf-8"))
     assert json.loads(base64.b64decode(text)) == {"train_batch_size": 8}
+
+
+def test_the_first_mention_of_the_corpus_on_a_page_makes_it() -> None:
+    """A reader may begin with any page, in a new checkout."""
+    mentions = {page.name: page.read_text().partition("data/shakespeare") for page in PAGES}
+    makes = "python -m deepspeed_compress.training.data "
+    assert [name for name, (before, mention, _) in mentions.items() if mention and not before.endswith(makes)] == []
 
 
 def test_the_readme_is_short() -> None:
