@@ -21,7 +21,7 @@ from deepspeed_compress.tools.lint.rules import RULES
 from launch.studies.methods_settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / ".github/SECURITY.md"]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
 
 
