@@ -248,6 +248,7 @@ COMMANDS = (
         (
             "run --num_gpus 2 train.py --deepspeed ds_config.json",
             "run --launcher torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+            "run llamafactory-cli train train.yaml",
             "run --launcher torchrun --section compress.json --nproc_per_node 2 train_ddp.py",
             "run --restarts 10 --ranks 8 train.py --deepspeed ds_config.json",
             "run --restarts 10 --ranks 8 --hosts 4 --spares 1 --rendezvous 10.0.0.1:29400 train.py "

@@ -187,7 +187,9 @@ def test_examples_that_do_not_run_name_existing_files(example: Example) -> None:
 def test_examples_that_do_not_run_use_existing_options(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(example):
         if words[0] == "ds-compress":
-            names = list(takewhile(lambda word: re.fullmatch(r"[a-z]+", word), words[1:3]))
+            # The word after `run` may be a program.
+            last = 2 if words[1] == "run" else 3
+            names = list(takewhile(lambda word: re.fullmatch(r"[a-z]+", word), words[1:last]))
             with pytest.raises(SystemExit):
                 cli.main([*names, "--help"])
             known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))

@@ -187,7 +187,7 @@ TABLE = {
         lazily="collectives.gloo",
     ),
     "integrations.inherited": allow("integrations.install"),
-    "integrations.launch": allow("config errors", lazily="accelerate deepspeed torch"),
+    "integrations.launch": allow("config errors", "yaml", lazily="accelerate deepspeed torch"),
     "integrations.patching": allow("errors session.patches"),
     "integrations.accelerate": allow("config errors integrations.patching integrations.sections", "accelerate"),
     "integrations.sections": allow("config errors"),

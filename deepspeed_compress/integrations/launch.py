@@ -1,6 +1,7 @@
 """Command that `ds-compress run` starts: a launcher's own command, with our runner in front of the script.
 
-The DeepSpeed configurations that the command names are checked before anything is started.
+A program, such as `llamafactory-cli`, starts its ranks itself. They inherit compression (`integrations.install`). The
+DeepSpeed configurations that the command names, also in a YAML file, are checked before anything is started.
 """
 
 import argparse
@@ -12,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from deepspeed_compress.config import SECTION, find_missing, parse_section, read_ds_config
 from deepspeed_compress.config.section import is_misspelled
@@ -114,6 +117,29 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
     return [sys.executable, *start, *own, *(["-m"] if parsed.module else []), *arguments[begin:]]
 
 
+PROGRAM = "--program"
+"""Option of the runner: what follows is a program and its arguments, not a script."""
+
+
+def find_program(arguments: Sequence[str]) -> str | None:
+    """Return the path of the program that `arguments` begin with; None if they begin with a script or an option.
+
+    A program is found like a command of a shell. Fine-tuning frameworks, `torchrun` and `bash` are examples. A name
+    that ends in `.py`, or that a file in the working directory has, is a script.
+    """
+    given = Path(arguments[0]) if arguments else Path()
+    path = which(given.name)
+    if path is None or given.suffix == ".py" or arguments[0].startswith("-"):
+        return None
+    is_it = given.samefile(path) if given.is_file() else given.name == arguments[0]
+    return path if is_it else None
+
+
+def program_command(program: str, arguments: Sequence[str], own: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs `program`, with the runner's options `own`."""
+    return [sys.executable, "-m", RUNNER, *own, PROGRAM, program, *arguments]
+
+
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")
 """Options that pass a DeepSpeed configuration to scripts and launchers."""
 
@@ -124,7 +150,15 @@ def find_uncompressed(arguments: Sequence[str]) -> list[str]:
     Files that are missing or cannot be read are left for the program itself to report.
     """
     missing = ((file, find_missing(ds_config)) for file, ds_config in _read(arguments))
-    return [f"{file}: nothing will be compressed: {problem}" for file, problem in missing if problem is not None]
+    return [
+        *(f"{file}: nothing will be compressed: {problem}" for file, problem in missing if problem is not None),
+        *(f"{name}: nothing will be compressed: {_SHIPPED}" for name in _names(arguments) if name in _ALIASES),
+    ]
+
+
+_ALIASES = frozenset(f"zero{stage}{offload}" for stage in range(4) for offload in ("", "_offload"))
+"""Names of DeepSpeed configurations that ms-swift ships."""
+_SHIPPED = "the framework's own configuration has no section; copy it, write the section, and name the copy"
 
 
 def check_configurations(arguments: Sequence[str], allow_uncompressed: bool) -> None:
@@ -165,11 +199,45 @@ def _read(arguments: Sequence[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def find_configurations(arguments: Sequence[str]) -> Iterator[Path]:
-    """Yield the files that `arguments` pass as DeepSpeed configurations."""
+    """Yield the files that `arguments` pass as DeepSpeed configurations, themselves or in a framework's YAML file."""
+    return (Path(name) for name in _names(arguments) if Path(name).is_file())
+
+
+_KEY = "deepspeed"
+"""Key of the DeepSpeed configuration in the files of LLaMA-Factory, ms-swift, axolotl and TRL."""
+_SETTINGS = (".yaml", ".yml", ".json")
+"""Endings of files with a framework's settings."""
+_MAX_BYTES = 64 * 2**10
+"""Maximum number of bytes of such a file. PyYAML is slow, and data files may be named, too."""
+
+
+def _names(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the names of DeepSpeed configurations in `arguments`."""
     before = ""
     for argument in arguments:
         option, _, value = argument.partition("=")
-        given = value if option in OPTIONS else argument if before in OPTIONS else ""
-        if given and Path(given).is_file():
-            yield Path(given)
+        if value and option in (*OPTIONS, _KEY):
+            yield value
+        elif before in OPTIONS:
+            yield argument
+        elif argument.endswith(_SETTINGS):
+            yield from _names_in(_settings(value or argument))
         before = argument
+
+
+def _names_in(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of DeepSpeed configurations in settings of a framework, or of the Accelerate file they name."""
+    for given in (settings, _settings(settings.get("accelerate_config"))):
+        inside = given.get("deepspeed_config")
+        names = (given.get(_KEY), inside.get("deepspeed_config_file") if isinstance(inside, dict) else None)
+        yield from (name for name in names if isinstance(name, str))
+
+
+def _settings(name: object) -> Mapping[str, Any]:
+    """Return the settings in the file `name`, or none if it cannot be read."""
+    try:
+        file = Path(str(name))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.stat().st_size <= _MAX_BYTES else None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

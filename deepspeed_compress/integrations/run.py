@@ -2,7 +2,8 @@
 
 `ds-compress run` starts its processes with this module. SCRIPT, or `-m MODULE`, runs as `__main__` with its usual
 arguments, including the `--local_rank=N` of DeepSpeed's launcher. No library is imported before it begins, so that the
-environment variables that it sets have their usual effect.
+environment variables that it sets have their usual effect. With `--program PROGRAM`, a child process runs the program,
+whose Python processes inherit compression.
 
 When one rank of an agent fails, all others lose their connections to it, and each raises an error of its own. These
 tracebacks go to files, so that they do not bury the cause. A configuration error, which no restart can cure, is one
@@ -12,7 +13,9 @@ line.
 import gc
 import os
 import runpy
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +29,14 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.integrations.install import inheriting, install
-from deepspeed_compress.integrations.launch import find_uncompressed
+from deepspeed_compress.integrations.launch import PROGRAM, find_uncompressed
 from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, RankError, record_error
 from deepspeed_compress.launcher.workers import die_with_agent
 
-USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m] SCRIPT ..."
-_SECTION = "--section="
+USAGE = (
+    "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m | --program] SCRIPT ..."
+)
+_SECTION, _MODULE = "--section=", "-m"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -45,10 +50,10 @@ def main(arguments: Sequence[str]) -> None:
     # DeepSpeed's launcher puts its option first, but a program expects it right after the script.
     injected = [given.pop(0)] if given[:1] and given[0].startswith("--local_rank=") else []
     section = given.pop(0).removeprefix(_SECTION) if given and given[0].startswith(_SECTION) else None
-    module = given[:1] == ["-m"] and bool(given.pop(0))
+    kind = given.pop(0) if given and given[0] in (_MODULE, PROGRAM) else ""
     if not given:
         raise SystemExit(USAGE)
-    if not _has_launcher(os.environ):
+    if kind != PROGRAM and not _has_launcher(os.environ):
         _become_single_rank(os.environ)
     hide_foreign_warnings()
     if find_uncompressed(given):
@@ -59,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     with inheriting(section) as has_compressed:
         try:
             with report_failures():
-                _run(given[0], module)
+                _run(kind, sys.argv)
         except SystemExit as stop:
             if stop.code not in (None, 0):
                 raise
@@ -120,13 +125,26 @@ def _become_single_rank(environment: MutableMapping[str, str]) -> None:
     environment.update({name: value for name, value in single.items() if name not in environment})
 
 
-def _run(program: str, module: bool) -> None:
-    if module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+def _run(kind: str, command: Sequence[str]) -> None:
+    if kind == PROGRAM:
+        raise SystemExit(_run_program(command))
+    if kind == _MODULE:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     else:
         # Python does the same for `python SCRIPT`, so that the script can import the modules next to it.
-        sys.path[0] = str(Path(program).resolve().parent)
-        runpy.run_path(program, run_name="__main__")
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _run_program(command: Sequence[str]) -> int:
+    """Run a program, which gets the signals that this process receives, and return its exit code as a shell does."""
+    with subprocess.Popen(command) as process:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda received, _: process.send_signal(received))
+        # A terminal sends this one to the program, too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 _LOST_PEER = (

@@ -211,7 +211,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     section = "file with the section, for programs that use DistributedDataParallel or fully_shard without DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     _add_tls_arguments(parser)
-    what = "options of the launcher, then SCRIPT and its arguments"
+    what = (
+        "options of the launcher, then SCRIPT and its arguments; or the command of a PROGRAM that starts its own ranks"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)
 
 

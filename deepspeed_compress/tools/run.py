@@ -25,8 +25,10 @@ from deepspeed_compress.integrations.install import INHERIT
 from deepspeed_compress.integrations.launch import (
     check_configurations,
     find_configurations,
+    find_program,
     find_uncompressed,
     launch_command,
+    program_command,
 )
 from deepspeed_compress.launcher.host import Agent
 from deepspeed_compress.launcher.host_resources import Slots, job_directory
@@ -51,15 +53,25 @@ def run(options: argparse.Namespace) -> int:
     if options.section is not None:
         # Report an invalid section only once, not in every process.
         parse_section(read_ds_config(options.section))
-    agent = uses_agent(options)
+    agent, arguments = uses_agent(options), options.arguments[1:]
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     pass_on(os.environ)
-    command = launch_command("none" if agent else options.launcher, options.arguments[1:], own=own)
-    check_configurations(options.arguments[1:], options.allow_uncompressed)
-    for text in find_uncompressed(options.arguments[1:]):
+    program = find_program(arguments) if options.launcher in _WITHOUT_LAUNCHER else None
+    if program is not None:
+        if agent:
+            raise ConfigError(f"--restarts: {arguments[0]} starts its ranks itself; leave --restarts out")
+        command = program_command(program, arguments[1:], own)
+    else:
+        command = launch_command("none" if agent else options.launcher, arguments, own=own)
+    check_configurations(arguments, options.allow_uncompressed)
+    for text in find_uncompressed(arguments):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
     print_locks(options.clear_locks)
     return _run_agent(options, command) if agent else _exec(command)
+
+
+_WITHOUT_LAUNCHER = ("deepspeed", "none")
+"""Values of `--launcher`, the default and none, with which a program starts its ranks itself."""
 
 
 def _exec(command: list[str]) -> NoReturn:

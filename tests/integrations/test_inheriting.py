@@ -46,6 +46,24 @@ def test_processes_that_a_program_starts_are_followed(way: str, tmp_path: Path) 
     assert start(str(program)).stdout == "False\n"
 
 
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
+    return start("-m", "deepspeed_compress.integrations.run", "--program", *command)
+
+
+def test_python_processes_of_a_program_are_followed(tmp_path: Path) -> None:
+    child = write(tmp_path, WAYS["subprocess"], HOOKED)
+    assert run_command("/bin/sh", "-c", f"{sys.executable} {child}").stdout == "True\n"
+    # Programs make their ranks themselves, so they are not declared the only rank.
+    assert run_command("/bin/sh", "-c", "echo $RANK$WORLD_SIZE").stdout == "\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $PPID; sleep 60", 143)])
+def test_exit_codes_and_signals_are_passed_on(end: str, code: int) -> None:
+    # The shell has to be the process that sleeps, because it gets the signal.
+    done = run_command("/bin/sh", "-c", end.replace("sleep", "exec sleep"))
+    assert done.returncode == code, done.stderr
+
+
 def test_the_path_alone_changes_nothing_and_another_sitecustomize_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 1\n")
     path = os.pathsep.join([_DIRECTORY, str(tmp_path), str(ROOT)])

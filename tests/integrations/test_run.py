@@ -15,7 +15,8 @@ import pytest
 from deepspeed_compress import CompressWarning, ConfigError, cli
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
-from deepspeed_compress.integrations.launch import LAUNCHERS, launch_command
+from deepspeed_compress.integrations.launch import LAUNCHERS, find_configurations, find_program, launch_command
+from deepspeed_compress.tools import run
 from deepspeed_compress.tools.options import add_run_arguments
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
@@ -235,15 +236,104 @@ def test_a_missing_script_file_is_reported_before_anything_starts(
     assert capsys.readouterr().err.startswith("ds-compress: error: nowhere/train.py: no such file")
 
 
-def test_a_command_in_place_of_a_script_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Program that a shell finds, in a directory other than the working directory."""
     command = tmp_path / "bin" / "trainer-cli"
     command.parent.mkdir()
     command.write_text("#!/usr/bin/env python\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(command.parent))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"trainer-cli: no such file; write {command}"):
-        launch_command("none", ["trainer-cli", "train"])
+    return command
+
+
+def test_a_launcher_needs_the_path_of_a_program(program: Path) -> None:
+    with pytest.raises(ConfigError, match=f"trainer-cli: no such file; write {program}"):
+        launch_command("torchrun", ["trainer-cli", "train"])
+
+
+@pytest.mark.parametrize("given", ["trainer-cli", "{}", "--launcher none trainer-cli", "--launcher=none {}"])
+def test_a_program_starts_its_ranks_itself(given: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(run, "_exec", started.append)
+    cli.main(["run", *given.format(program).split(), "train", "x.yaml", "--launcher", "x"])
+    rest = f"--program {program} train x.yaml --launcher x"
+    assert started == [[sys.executable, *f"-m deepspeed_compress.integrations.run {rest}".split()]]
+
+
+def test_a_script_is_not_a_program(program: Path) -> None:
+    assert find_program(["trainer-cli"]) == str(program)
+    assert find_program(["--flag", "trainer-cli"]) is None
+    assert find_program(["other-cli"]) is None
+    assert find_program([]) is None
+    (program.parent / "train.py").touch(0o755)
+    assert find_program(["train.py"]) is None
+    Path("trainer-cli").touch()
+    assert find_program(["trainer-cli"]) is None
+
+
+@pytest.mark.usefixtures("program")
+def test_a_program_is_not_restarted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--restarts", "3", "--ranks", "2", "trainer-cli", "train"]) == 1
+    assert "--restarts: trainer-cli starts its ranks itself" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("program")
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("model: toy\ndeepspeed: ds.json\n", "x.yaml"),
+        ("deepspeed: ds.json\n", "--config x.yaml"),
+        ("deepspeed: ds.json\n", "--config=x.yaml"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "--config_file x.yaml"),
+        ("accelerate_config: y.yaml\n", "--config x.yaml"),
+        ("deepspeed: other.json\n", "x.yaml deepspeed=ds.json"),
+        ("model: toy\n", "x.yaml --deepspeed ds.json"),
+    ],
+)
+def test_the_section_that_a_yaml_file_names_is_checked_before_the_start(
+    text: str, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("x.yaml").write_text(text)
+    Path("y.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}\n")
+    Path("ds.json").write_text(json.dumps({SECTION: {"gradients": {"bit": 4}}}))
+    monkeypatch.setattr(run, "_exec", lambda command: pytest.fail("started"))
+    assert cli.main(["run", "trainer-cli", "train", *arguments.split()]) == 1
+    stderr = capsys.readouterr().err
+    assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in stderr
+    assert stderr.count("\n") == 1
+
+
+NOTHING = ("- deepspeed", "deepspeed: [", "deepspeed: {a: 1}", "deepspeed_config: 1", "deepspeed: no", "")
+
+
+@pytest.mark.parametrize("text", NOTHING)
+def test_other_yaml_files_are_left_to_the_program(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yml"
+    file.write_text(text)
+    assert list(find_configurations([str(file)])) == []
+    file.write_text(f"accelerate_config: {file}")
+    assert list(find_configurations([str(file), str(tmp_path / "missing.yaml")])) == []
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"deepspeed": str(file)}))
+    assert list(find_configurations([str(file)])) == [file]
+    file.write_text(json.dumps({"deepspeed": str(file), "rows": "x" * 2**16}))
+    assert list(find_configurations([str(file)])) == []
+
+
+@pytest.mark.parametrize("arguments", ["--deepspeed zero3", "--deepspeed=zero3", "x.yaml"])
+@pytest.mark.usefixtures("program")
+def test_a_configuration_that_a_framework_ships_is_reported(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("x.yaml").write_text("deepspeed: zero3\n")
+    monkeypatch.setattr(run, "_exec", lambda command: 0)
+    cli.main(["run", "trainer-cli", "sft", *arguments.split()])
+    assert "zero3: nothing will be compressed: the framework's own configuration" in capsys.readouterr().err
 
 
 def test_hosts_of_a_hostfile_may_have_a_script_that_is_missing_here(tmp_path: Path) -> None:
