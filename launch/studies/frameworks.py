@@ -171,7 +171,7 @@ class Outcome:
         losses: loss of each step.
         ratio: bytes of DeepSpeed divided by bytes sent; None without compression.
         change: largest difference of logits between what was saved and the model before training; None if it does not
-            load.
+            load, or in another variant than "4 bits".
         merged: largest difference of logits between the merged and the unmerged adapter; None if it was not merged.
         problem: last error; "" if the run has trained.
     """
@@ -236,15 +236,14 @@ class Run:
                 shutil.copytree(uninterrupted / "output" / name, self.paths.output / name)
 
     def _check(self) -> Mapping[str, float]:
-        """Load what was saved, and merge an adapter."""
+        """Load what a compressed run has saved, and merge its adapter."""
+        if self.job.variant != "4 bits":
+            return {}
         base, saved, merged = self.paths.model, self.saved, self.paths.run / "merged"
-        merge, is_merged = (
-            FRAMEWORKS[self.job.framework].merge,
-            self.job.tuning == "lora" and self.job.variant == "4 bits",
-        )
-        if is_merged and merge is None:
+        merge = FRAMEWORKS[self.job.framework].merge
+        if self.job.tuning == "lora" and merge is None:
             self._toy("merge", base, str(saved), str(merged), "merge.txt")
-        elif is_merged and merge is not None:
+        elif self.job.tuning == "lora" and merge is not None:
             self._call(merge(self.paths, saved, merged), "merge.txt")
         done = self._toy("check", base, str(saved), *([str(merged)] if merged.is_dir() else []), "check.txt")
         lines = done.stdout.strip().splitlines()
