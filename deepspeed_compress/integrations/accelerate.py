@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from accelerate.accelerator import Accelerator
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from deepspeed_compress.config import SECTION
@@ -52,6 +51,9 @@ def warn_of_inexact_weights() -> Callable[[], None]:
     Returns:
         A function that undoes this.
     """
+    # Accelerate loads that module while this one is imported for `check_early`.
+    from accelerate.accelerator import Accelerator
+
     return replace_method(Accelerator, "get_state_dict", _warning)
 
 

@@ -106,3 +106,9 @@ def test_what_only_started_processes_compress_is_compressed(tmp_path: Path) -> N
     assert "nothing was compressed" not in done.stderr
     done = run_program(write(tmp_path, WAYS["subprocess"], "print('only this')"))
     assert "nothing was compressed" in done.stderr
+
+
+def test_a_program_that_imports_accelerate_first_can_do_so() -> None:
+    """The check is installed while Accelerate's modules import each other."""
+    done = start("-c", "import deepspeed_compress; deepspeed_compress.install(); import accelerate")
+    assert done.returncode == 0, done.stderr
