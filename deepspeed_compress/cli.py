@@ -241,6 +241,7 @@ COMMANDS = (
         ("rule DSC201", "rule --all"),
         "tools.lint.options:add_rule_arguments",
         "tools.lint.explain:run",
+        failed=2,
     ),
     Command(
         "run",

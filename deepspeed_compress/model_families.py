@@ -9,7 +9,7 @@ tests/models, which compare it with transformers in every layout.
 import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +102,15 @@ LLAMA = Modules(
     columns=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *_GATED_MLP),
     rows=("self_attn.o_proj", "mlp.down_proj"),
 )
-QWEN3 = Modules(**vars(LLAMA) | {"norms": ("self_attn.q_norm", "self_attn.k_norm")})
-PHI3 = Modules(
-    **vars(LLAMA)
-    | {
-        "columns": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
-        "fused": lambda config: {
-            "self_attn.qkv_proj": _query_key_value(config),
-            "mlp.gate_up_proj": 2 * (config.intermediate_size,),
-        },
-        "narrow": _narrow_phi3,
-    }
+QWEN3 = replace(LLAMA, norms=("self_attn.q_norm", "self_attn.k_norm"))
+PHI3 = replace(
+    LLAMA,
+    columns=("self_attn.qkv_proj", "mlp.gate_up_proj"),
+    fused=lambda config: {
+        "self_attn.qkv_proj": _query_key_value(config),
+        "mlp.gate_up_proj": 2 * (config.intermediate_size,),
+    },
+    narrow=_narrow_phi3,
 )
 GPT_NEOX = Modules(
     backbone="gpt_neox",

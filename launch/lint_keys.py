@@ -35,7 +35,7 @@ _LIMITS = {"gt": "above", "ge": "least", "lt": "below", "le": "most"}
 
 _READ_ELSEWHERE: Mapping[str, Mapping[str, Key]] = {
     "": {
-        "data_parallel_size": {"kinds": ["integer"]},  # deepspeed/__init__.py
+        "data_parallel_size": {"kinds": ["integer", "null"]},  # deepspeed/__init__.py
         "sequence_parallel_size": {"kinds": ["integer"]},  # deepspeed/__init__.py
         "deepspeed_moe_layer_cls_names": {},  # accelerate/utils/dataclasses.py
         "inference": {"kinds": ["object"]},  # transformers/integrations/deepspeed.py
@@ -47,7 +47,7 @@ _READ_ELSEWHERE: Mapping[str, Mapping[str, Key]] = {
 }
 """Keys that are read after the configuration has been parsed."""
 
-_BATCH: Key = {"kinds": ["integer"]}
+_BATCH: Key = {"kinds": ["integer", "null"]}
 _UNTYPED: Mapping[str, Mapping[str, Key]] = {
     "": {
         "train_batch_size": _BATCH,

@@ -10,9 +10,8 @@ import pytest
 
 from deepspeed_compress import cli
 from deepspeed_compress.config import check_world, parse_section
-from deepspeed_compress.config.checks import find_notices
 from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.section import find_problems
+from deepspeed_compress.config.section import find_notices, find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.models import Layout, check_layout, read_model_config
 from deepspeed_compress.models.gpt import build_skeleton

@@ -4,8 +4,8 @@
 2. `section` adds what a preset sets, and validates. The settings are in `models` (the whole section with its defaults),
    `places` and `overrides` (gradients and weights, with `methods` and `sparse_methods`), `schedules` and `islands`.
    `validation_errors` says what pydantic finds wrong, with the help of `schema`.
-3. `checks` is the table of all refusals and warnings, which the modules `..._problems` and `unsupported` define.
-4. `expand` writes the parallelism into DeepSpeed's own keys (`native`).
+3. `section` also has the table of all refusals and warnings, which the modules `..._problems` define.
+4. `expand` writes the parallelism into DeepSpeed's own keys, which `problems` reads.
 5. `schedules` and `candidates` make the settings that a policy puts in force at a step.
 
 Nothing here imports torch, deepspeed or transformers.

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_compress.config import layout_problems
-from deepspeed_compress.config.checks import find
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import NATIVE_KEYS, STAGE, TENSOR, value_at
-from deepspeed_compress.config.problems import Configuration, raise_problems
+from deepspeed_compress.config.problems import NATIVE_KEYS, STAGE, TENSOR, Configuration, raise_problems, value_at
+from deepspeed_compress.config.section import find
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
 
@@ -21,7 +20,7 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
 
     Raises:
         ConfigError: if a value given in both places differs, if pipeline parallelism is combined with ZeRO stage 2 or
-            3, or if a method contradicts the rest of the file (see `checks`).
+            3, or if a method contradicts the rest of the file (see `section.CHECKS`).
     """
     configuration = Configuration(section, ds_config)
     problems = [*find("parallelism", configuration), *find("file", configuration)]

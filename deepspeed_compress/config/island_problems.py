@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from deepspeed_compress.config.islands import Islands
-from deepspeed_compress.config.native import TENSOR
 from deepspeed_compress.config.places import CompressedGradients, ErrorFeedbackConfig, PowerSGDGradients
-from deepspeed_compress.config.problems import Configuration, problem, show
+from deepspeed_compress.config.problems import TENSOR, Configuration, problem, show
 from deepspeed_compress.diagnostics import Diagnostic, at, write
 
 

@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 
 from deepspeed_compress.config.models import SECTION
-from deepspeed_compress.config.native import NATIVE_KEYS, STAGE, TENSOR
 from deepspeed_compress.config.places import PowerSGDGradients
-from deepspeed_compress.config.problems import Configuration, Conflicts, find_conflicts_with, problem, show
+from deepspeed_compress.config.problems import (
+    NATIVE_KEYS,
+    STAGE,
+    TENSOR,
+    Configuration,
+    Conflicts,
+    find_conflicts_with,
+    problem,
+    show,
+)
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 _PIPELINE = pointer((SECTION, "parallelism", "pipeline"))

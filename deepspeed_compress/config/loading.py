@@ -4,14 +4,12 @@ import base64
 import collections
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
-from deepspeed_compress.diagnostics import Path as KeyPath
-from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import check_regular
 
@@ -69,15 +67,13 @@ def _decode_base64(text: str) -> str | None:
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
-    duplicates: list[tuple[dict[str, Any], list[str]]] = []
+    duplicates = set[str]()
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Build one object, and record the keys that it holds twice."""
-        built = dict(pairs)
-        if len(built) < len(pairs):
-            counts = collections.Counter(key for key, _ in pairs)
-            duplicates.append((built, [key for key, count in counts.items() if count > 1]))
-        return built
+        counts = collections.Counter(key for key, _ in pairs)
+        duplicates.update(key for key, count in counts.items() if count > 1)
+        return dict(pairs)
 
     try:
         config = _decode(text, build)
@@ -94,7 +90,12 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{name}: the outermost value is {_VALUES[type(config)]}. Write an object {{...}}.")
-    _refuse(duplicates, config, name)
+    if duplicates:
+        keys = ", ".join(map(repr, sorted(duplicates)))
+        raise ConfigError(
+            f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates, and `ds-compress lint` "
+            "shows their lines."
+        )
     return config
 
 
@@ -107,25 +108,3 @@ def _decode(text: str, build: Callable[[list[tuple[str, Any]]], dict[str, Any]])
         return json.loads(text, object_pairs_hook=build)
     except ValueError:
         return hjson.loads(text, object_pairs_hook=build)
-
-
-def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str, Any], name: str) -> None:
-    try:
-        paths = [(*path, key) for holder, keys in duplicates for path in _find(config, holder) for key in keys]
-    except RecursionError as error:
-        raise ConfigError(
-            f"{name}: objects and lists are nested too deeply. Write a DeepSpeed configuration."
-        ) from error
-    if paths:
-        keys = ", ".join(sorted(pointer(path) for path in paths))
-        raise ConfigError(f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates.")
-
-
-def _find(value: object, wanted: dict[str, Any]) -> Iterator[KeyPath]:
-    """Yield the path from `value` to the object `wanted`, compared by identity."""
-    if value is wanted:
-        yield ()
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in items:
-        for path in _find(child, wanted):
-            yield (key, *path)

@@ -13,8 +13,7 @@ from pydantic_core.core_schema import ModelSchema
 
 from deepspeed_compress.config.methods import DEFAULT_METHOD, Model
 from deepspeed_compress.config.models import CompressConfig
-from deepspeed_compress.config.native import value_at
-from deepspeed_compress.config.problems import listed, show
+from deepspeed_compress.config.problems import listed, show, value_at
 from deepspeed_compress.diagnostics import Path
 
 Node = dict[str, Any]

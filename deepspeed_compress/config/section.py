@@ -1,22 +1,87 @@
-"""The section in force: its preset, its validation, and all problems at once, each with its place in the file."""
+"""The section in force: its preset, its validation, the table of all checks, and all problems at once."""
 
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config.checks import Kind, find, find_notices
+from deepspeed_compress.config import (
+    file_problems,
+    gradient_problems,
+    island_problems,
+    layout_problems,
+    policy_problems,
+    service_problems,
+)
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import STAGE
-from deepspeed_compress.config.problems import Configuration, listed, problem, raise_problems, show
+from deepspeed_compress.config.problems import STAGE, Check, Configuration, listed, problem, raise_problems, show
 from deepspeed_compress.config.schedules import merged_places
-from deepspeed_compress.config.unsupported import gathers_by_itself
 from deepspeed_compress.config.validation_errors import translate
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer
+from deepspeed_compress.diagnostics import Diagnostic, Path, at
 from deepspeed_compress.errors import CompressWarning
+
+Kind = Literal["section", "parallelism", "file", "unsupported", "notice"]
+
+CHECKS: Mapping[Kind, tuple[Check, ...]] = {
+    # Errors that the section alone shows.
+    "section": (
+        gradient_problems.delayed_without_feedback,
+        gradient_problems.group_beyond_block,
+        policy_problems.schedule,
+        policy_problems.adaptive_choice,
+        policy_problems.auto_comparison,
+        island_problems.within_section,
+        layout_problems.sharding_within_section,
+        layout_problems.idle_activations,
+        service_problems.rate_limit,
+        service_problems.checkpoints,
+        service_problems.rollout,
+    ),
+    # Contradictions of the parallelism with DeepSpeed's keys, DeepSpeed's rules, or the number of ranks.
+    "parallelism": (
+        layout_problems.disagreement,
+        layout_problems.pipeline,
+        layout_problems.world_size,
+    ),
+    # Other contradictions with the rest of the file, or with the number of ranks.
+    "file": (
+        file_problems.weights,
+        gradient_problems.second_momentum,
+        gradient_problems.uneven_nodes,
+        policy_problems.unknown_length,
+        policy_problems.empty_choice,
+        policy_problems.guard_without_norms,
+        file_problems.ownership,
+        island_problems.within_file,
+        layout_problems.sharding_within_file,
+        layout_problems.activations_within_file,
+    ),
+    # Features of DeepSpeed that cannot be compressed.
+    "unsupported": (file_problems.features, file_problems.scaler_without_zero),
+    # Settings that are valid, but have no effect or cost more than they gain.
+    "notice": (
+        gradient_problems.density,
+        gradient_problems.feedback,
+        gradient_problems.overrides,
+        policy_problems.idle_policy,
+        service_problems.idle_memory_checkpoints,
+        service_problems.costly_rollout,
+    ),
+}
+
+
+def find(kind: Kind, configuration: Configuration) -> Iterator[Diagnostic]:
+    """Yield what the checks of a kind find."""
+    for check in CHECKS[kind]:
+        yield from check(configuration)
+
+
+def find_notices(section: CompressConfig) -> list[Diagnostic]:
+    """Return the settings of `section` without effect; empty for the defaults."""
+    return list(find("notice", Configuration(section)))
 
 
 def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
@@ -45,22 +110,13 @@ def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
 
 
 def problems_by_kind(ds_config: Mapping[str, Any], world_size: int | None = None) -> dict[Kind, list[Diagnostic]]:
-    """Return the problems that `find_problems` finds, by what they contradict (see `checks`)."""
+    """Return the problems that `find_problems` finds, by what they contradict (see `CHECKS`)."""
     section, own = _validated(ds_config)
-    kinds: tuple[Kind, ...] = ("parallelism", "file", "unsupported")
     if section is None:
-        section, kinds = _valid_part(with_preset(ds_config), own)
+        return {"section": own}
     configuration = Configuration(section, ds_config, world_size)
+    kinds: tuple[Kind, ...] = ("parallelism", "file", "unsupported")
     return {"section": own, **{kind: list(find(kind, configuration)) for kind in kinds}}
-
-
-def _valid_part(raw: object, problems: list[Diagnostic]) -> tuple[CompressConfig, tuple[Kind, ...]]:
-    """Return the defaults with the parallelism of an invalid section, if that is valid, and what to check them for."""
-    if not isinstance(raw, dict):
-        return CompressConfig(), ()
-    if any(problem.pointer.startswith(pointer((SECTION, "parallelism"))) for problem in problems):
-        return CompressConfig(), ("unsupported",)
-    return CompressConfig(parallelism=raw.get("parallelism")), ("parallelism", "unsupported")
 
 
 def _validated(ds_config: Mapping[str, Any]) -> tuple[CompressConfig | None, list[Diagnostic]]:
@@ -101,7 +157,7 @@ def _weights(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[s
     if not isinstance(stage, int):
         stage = STAGE.effective(ds_config, Parallelism())
     apart = parallelism.get("shard_within") or parallelism.get("pipeline", 1) != 1
-    bits = None if apart or (stage == 3 and gathers_by_itself(ds_config)) else _WEIGHT_BITS.get(stage)
+    bits = None if apart or (stage == 3 and file_problems.gathers_by_itself(ds_config)) else _WEIGHT_BITS.get(stage)
     return {} if bits is None else {"weights": {"bits": bits}}
 
 
@@ -150,20 +206,22 @@ def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
 
 def is_misspelled(ds_config: Mapping[str, Any]) -> bool:
     """Return True if there is no section, but an obvious typo of it, or a section inside another one."""
-    inside = any(isinstance(value, dict) and SECTION in value for value in ds_config.values())
-    close = difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8)
-    return SECTION not in ds_config and (inside or bool(close))
+    return SECTION not in ds_config and bool(_meant(ds_config))
+
+
+def _meant(ds_config: Mapping[str, Any]) -> list[str]:
+    """Return keys that are probably typos of the section, and sections inside other ones."""
+    inside = [f"{key}/{SECTION}" for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
+    return [*difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8), *inside]
 
 
 def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
-    close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
-    inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
-    meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
-    what = "the section is missing" + (f" (found {show(meant[0])} instead)" if meant else "")
+    meant = _meant(ds_config)
+    if meant:
+        what = f"the section is missing (found {show(meant[0])} instead)"
+        return problem((), what, f'"{SECTION}" in the file\'s outermost object, in place of {show(meant[0])}')
     parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
-    if parts and not meant:
+    if parts:
         what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
         return problem((), what, f'"{SECTION}": {{...}} around them')
-    if close and is_misspelled(ds_config):
-        return problem((), what, f'"{SECTION}" in place of {show(close[0])}')
-    return problem((), what, f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
+    return problem((), "the section is missing", f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')

@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.native import TENSOR
+from deepspeed_compress.config.problems import TENSOR
 
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

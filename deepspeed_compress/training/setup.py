@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from deepspeed_compress.config import SECTION, CompressConfig, parse_section, read_ds_config
 from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.native import TENSOR
+from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
 from deepspeed_compress.models.gpt import build_skeleton

@@ -1,7 +1,6 @@
 """Hostile files for the linter lead to findings or a plain error, and never send control characters to a terminal."""
 
 import argparse
-import base64
 import json
 import random
 import re
@@ -41,22 +40,7 @@ world-size = 16
 MODEL = b'{"hidden_size": 64, "num_attention_heads": 4, "text_config": {"hidden_size": 8}, "vocab_size": 64}'
 PIECES = (
     *(b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x1b[2J", b"\x1b]0;title\x07", b"\r", b"\n", b"\\ud800"),
-    *(
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b",",
-        b":",
-        b'"',
-        b"'''",
-        b"/*",
-        b"#",
-        b"&a ",
-        b"*a",
-        b"!!python/object:os.system ",
-        b"? ",
-    ),
+    *(part.encode() for part in ("{", "}", "[", "]", ",", ":", '"', "'''", "/*", "#", "&a ", "*a", "? ", "- ", "\\")),
     *(
         b"{" * 500,
         b"[" * 5000,
@@ -66,9 +50,7 @@ PIECES = (
         b"null",
         b"auto",
         b"true",
-        b"\\",
-        b"\xe2\x80\xae",
-        b"- ",
+        b"!!python/object:os.system ",
     ),
 )
 
@@ -80,7 +62,6 @@ def kinds() -> dict[str, list[bytes]]:
         "ds_config.json": configs,
         "ds_config.yaml": [b"train_batch_size: 8\nzero_optimization:\n  stage: 2\nfp16: {enabled: true}\n"],
         "accelerate.yaml": [ACCELERATE, *(path.read_bytes() for path in sorted((ROOT / "configs").rglob("*.yaml")))],
-        "ds_config.b64": [base64.b64encode(configs[0])],
         "pyproject.toml": [SETTINGS],
         "config.json": [MODEL],
     }
@@ -162,16 +143,16 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 KEY = "\x1b[31mk\x9b\x7f\u202e"
 
 
-@pytest.mark.parametrize("output", [*(["--output-format", name] for name in FORMATS), ["--statistics"]], ids="/".join)
+@pytest.mark.parametrize("output", FORMATS)
 @pytest.mark.parametrize("text", [json.dumps({KEY: 1, "fp16": {KEY: KEY}}), '{"a": "\x1b]0;x\x07", "\x1bk": \x1b\x00}'])
-def test_outputs_have_no_control_characters(lint: Run, tmp_path: Path, output: list[str], text: str) -> None:
+def test_outputs_have_no_control_characters(lint: Run, tmp_path: Path, output: str, text: str) -> None:
     name = "ds_config\x1b[2J.json"
     (tmp_path / name).write_text(text)
-    _, out, err = lint(name, *output)
+    _, out, err = lint(name, "--output-format", output)
     assert not CONTROL.search(out + err)
 
 
-@pytest.mark.parametrize("arguments", [["\x1b[2J.json"], ["--config", "\x1b[2J"], ["--select", "\x1b[2J"]])
+@pytest.mark.parametrize("arguments", [["\x1b[2J.json"], ["--select", "\x1b[2J"]])
 def test_errors_have_no_control_characters(lint: Run, arguments: list[str]) -> None:
     code, out, err = lint(*arguments)
     assert code == 2
@@ -193,19 +174,6 @@ def test_a_wrong_encoding_is_reported_with_its_line(lint: Run, tmp_path: Path, c
     code, out, _ = lint("ds_config.json")
     assert code == 1
     assert expected in out
-
-
-def test_a_byte_order_mark_is_reported_for_frameworks_that_refuse_it(lint: Run, tmp_path: Path) -> None:
-    (tmp_path / "ds_config.json").write_bytes(b'\xef\xbb\xbf{"train_batch_size": 8}')
-    for framework in ("hf", "accelerate", "lightning"):
-        assert "DSC004 hjson-only-syntax: a byte order mark" in lint("ds_config.json", "--framework", framework)[1]
-
-
-def test_a_file_name_that_is_not_utf_8_is_accepted(lint: Run, tmp_path: Path) -> None:
-    name = "ds_config\udcff.json"
-    (tmp_path / name).write_text('{"a": 1}')
-    for output in FORMATS:
-        assert lint(name, "--output-format", output)[0] == 1
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"a = \x00", b"[" * 5000, b"a = " + b"[" * 5000, b"\xef\xbb\xbfa = 1"])

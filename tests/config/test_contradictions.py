@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import SECTION, expand, parse_section
-from deepspeed_compress.config.checks import find
 from deepspeed_compress.config.problems import Configuration
-from deepspeed_compress.config.section import find_problems
+from deepspeed_compress.config.section import find, find_problems
 from deepspeed_compress.errors import ConfigError
 
 DELAYED = [{"parameters": "embed", "method": "none", "every": 4}]
@@ -26,11 +25,6 @@ def optimizer(name: str, **params: object) -> dict[str, Any]:
             "overrides/0/every",
             ["4 ", "null", 'or "error_feedback": {}'],
         ),
-        (
-            {"method": "powersgd", "overrides": DELAYED, "error_feedback": None},
-            "overrides/0/every",
-            ["error_feedback: null"],
-        ),
         ({"overrides": DELAYED, "error_feedback": {"decay": 0.5}}, "overrides/0/every", ["decay: 0.5", '"decay": 1.0']),
         (
             {"overrides": DELAYED, "error_feedback": {"reset_interval": 6}},
@@ -41,11 +35,6 @@ def optimizer(name: str, **params: object) -> dict[str, Any]:
             {"method": "block_topk", "block_size": 64, "group": 128, "density": 0.5},
             "group",
             ["128 is more than block_size 64", 'Write 64, or "block_size": 128'],
-        ),
-        (
-            {"overrides": [{"parameters": "a", "method": "block_topk", "block_size": 64, "group": 128}]},
-            "overrides/0/group",
-            ["128 is more than"],
         ),
     ],
 )
@@ -64,9 +53,7 @@ def test_a_section_that_contradicts_itself(gradients: dict[str, Any], pointer: s
     [
         {"overrides": DELAYED},
         {"overrides": DELAYED, "error_feedback": {"reset_interval": 8}},
-        {"overrides": [{**DELAYED[0], "every": 1}], "error_feedback": None},
         {"method": "dgc", "overrides": DELAYED},
-        {"method": "demo", "overrides": DELAYED},
         {"method": "powersgd", "overrides": DELAYED},
         {"method": "block_topk", "block_size": 64, "group": 64, "density": 1.0, "values": {}},
     ],
@@ -75,12 +62,6 @@ def test_a_section_that_contradicts_itself(gradients: dict[str, Any], pointer: s
 def test_a_section_that_agrees_with_itself(gradients: dict[str, Any]) -> None:
     assert find_problems({SECTION: {"gradients": gradients}}) == []
     parse_section({SECTION: {"gradients": gradients}})
-
-
-def test_contradictions_come_with_each_other() -> None:
-    section = {"gradients": {"error_feedback": None, "overrides": [*DELAYED, {**DELAYED[0], "parameters": "head"}]}}
-    with pytest.raises(ConfigError, match=r"^2 problems in"):
-        parse_section({SECTION: section})
 
 
 @pytest.mark.parametrize(
@@ -94,12 +75,6 @@ def test_contradictions_come_with_each_other() -> None:
             {"zero_optimization": {"stage": 3}},
             f"/{SECTION}/weights",
             ['"bits": 2', "stage: 3", '"bits": 8'],
-        ),
-        (
-            {"weights": {"method": "sign"}, "parallelism": {"zero_stage": 3}},
-            {},
-            f"/{SECTION}/weights",
-            ['"method": "sign"', f"/{SECTION}/parallelism/zero_stage: 3"],
         ),
         (
             {"weights": {"rounding": "stochastic"}, "parallelism": {"zero_stage": 3}},
@@ -146,12 +121,10 @@ def test_a_section_that_the_file_contradicts(
         # A pipeline in bf16 has an optimizer that gathers weights under stage 0 as well.
         ({"weights": {}, "parallelism": {"pipeline": 2}}, {"bf16": {"enabled": True}}),
         ({"weights": {"method": "none"}}, {"zero_optimization": {"stage": 3}}),
-        ({"gradients": {"method": "demo"}}, {}),
         ({"gradients": {"method": "demo"}}, {"optimizer": {"type": "SGD"}}),
         ({"gradients": {"method": "demo"}}, optimizer("AdamW", betas=[0, 0.95])),
         ({"gradients": {"method": "dgc"}}, optimizer("SGD", momentum=0.0)),
         ({"gradients": {"method": "dgc"}}, optimizer("AdamW", betas="auto")),
-        ({"gradients": {"method": "dgc"}}, optimizer("OfSomeoneElse", lr=1e-3)),
         ({"gradients": {"method": "topk"}}, ADAM),
     ],
 )
@@ -196,16 +169,6 @@ NOTHING = {"gradients": {"method": "none"}}
             zero(zero_hpz_partition_size=2),
             "/zero_optimization/zero_hpz_partition_size",
         ),
-        (
-            WEIGHTS,
-            zero(zero_quantized_nontrainable_weights=True),
-            "/zero_optimization/zero_quantized_nontrainable_weights",
-        ),
-        (
-            WEIGHTS,
-            zero(stage3_use_all_reduce_for_fetch_params=True),
-            "/zero_optimization/stage3_use_all_reduce_for_fetch_params",
-        ),
         (WEIGHTS, zero(zero_quantized_weights=True), "/zero_optimization/zero_quantized_weights"),
         ({}, zero(zenflow={"topk_ratio": 0.1}), "/zero_optimization/zenflow"),
         ({}, zero(offload_optimizer={"super_offload": True}), "/zero_optimization/offload_optimizer/super_offload"),
@@ -226,14 +189,6 @@ def test_settings_that_attach_refuses_are_found_in_the_file(
     assert find_problems({**native, SECTION: NOTHING}) == []
 
 
-def test_such_settings_are_found_even_if_the_section_is_wrong() -> None:
-    found = find_problems({**zero(zero_quantized_gradients=True), SECTION: {"typo": 1}})
-    assert [problem.pointer for problem in found] == [
-        f"/{SECTION}/typo",
-        "/zero_optimization/zero_quantized_gradients",
-    ]
-
-
 @pytest.mark.parametrize(
     ("section", "native"),
     [
@@ -244,9 +199,7 @@ def test_such_settings_are_found_even_if_the_section_is_wrong() -> None:
         ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "zero_optimization": {"stage": 1}}),
-        ({}, {"compile": None, "zero_optimization": {"stage": 1, "offload_optimizer": None}}),
         ({}, optimizer("Muon")),
-        ({}, zero(stage=1) | optimizer("Muon")),
     ],
 )
 def test_supported_settings_pass(section: dict[str, Any], native: dict[str, Any]) -> None:

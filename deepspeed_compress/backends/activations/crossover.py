@@ -23,8 +23,8 @@ from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.collectives.probes import seconds_of
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.config import Activations
-from deepspeed_compress.config.native import value_at
 from deepspeed_compress.config.numbers import size
+from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.monitor import Event, Meter
 
 Kind = Literal["tensor", "pipeline", "experts", "sequence"]

@@ -30,7 +30,7 @@ from deepspeed_compress.backends.deepspeed.weights.copies import copy_weights
 from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
 from deepspeed_compress.config import SECTION, CompressConfig, expand, parse_section, read_ds_config
 from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.native import TENSOR
+from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.local_sgd.deepspeed.elastic import prepare_call
 

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed_compress.config import SECTION, check_world, expand, parse_section
 from deepspeed_compress.config import read_ds_config as read_file
 from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.native import TENSOR
+from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError
 
 DEEPSPEED, OURS, COMPUTE_ONLY = "deepspeed", "compressed", "compute-only"

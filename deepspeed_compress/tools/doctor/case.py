@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.problems import STAGE
 from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.rule import Thresholds
 from deepspeed_compress.tools.doctor.run import Run

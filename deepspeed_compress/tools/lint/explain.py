@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from deepspeed_compress.diagnostics import Fix
-from deepspeed_compress.errors import CompressError
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import check_codes, matches
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import check_codes, matches
 
 _PROOFS: Mapping[str, str] = {
     "raises": "DeepSpeed fails with a message that matches `{}`.",
@@ -29,19 +29,15 @@ the right one. Unless a rule says otherwise, both were also given to DeepSpeed {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the requested rules. Return exit code 0, or 2 for wrong usage."""
+    """Print the requested rules, and return the exit code.
+
+    Raises:
+        ConfigError: There is no such rule, or none is requested.
+    """
     if bool(options.rules) == options.all:
-        print("ds-compress: error: write the code or name of a rule, or --all", file=sys.stderr)
-        return 2
-    if not RULES[0].summary:
-        print("ds-compress: error: python -OO removes the texts of rules. Write python or python -O.", file=sys.stderr)
-        return 2
-    try:
-        codes = check_codes(options.rules, RULES, "rule")
-    except CompressError as error:
-        print(f"ds-compress: error: {error}", file=sys.stderr)
-        return 2
-    chosen = [rule for rule in RULES if options.all or matches(rule, codes)]
+        raise ConfigError("write the code or name of a rule, or --all")
+    check_codes(options.rules, RULES, "rule")
+    chosen = [rule for rule in RULES if options.all or matches(rule, options.rules)]
     sys.stdout.write(page(chosen) if options.markdown else listing(chosen) if options.all else text(chosen))
     return 0
 

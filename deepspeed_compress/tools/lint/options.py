@@ -7,19 +7,16 @@ from typing import Literal, get_args
 
 from deepspeed_compress import __version__
 from deepspeed_compress.diagnostics import SEVERITIES
-from deepspeed_compress.tools.arguments import positive_integer, positive_number
+from deepspeed_compress.tools.arguments import positive_integer
 
 Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
-FORMATS = ("full", "concise", "json", "github", "sarif")
-
-_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
+FORMATS = ("full", "concise", "statistics", "json", "github", "sarif")
 
 
 def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lint` to `parser`."""
-    what = "files, directories, base64 text, or - for standard input (default: .)"
+    what = "files, directories, or - for standard input (default: .)"
     parser.add_argument("files", nargs="*", default=["."], metavar="FILE", help=what)
     parser.add_argument("--version", action="version", version=f"ds-compress {__version__}")
     _add_files(parser.add_argument_group("files"))
@@ -38,20 +35,16 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_files(group: argparse._ArgumentGroup) -> None:
     what = "patterns of files and directories to skip, separated by commas"
-    group.add_argument("--exclude", type=_patterns, action="extend", metavar="PATTERNS", help=what)
+    group.add_argument("--exclude", type=_words, action="extend", default=[], metavar="PATTERNS", help=what)
     what = "skip excluded files and files that are not configurations, even if FILE names them"
     group.add_argument("--force-exclude", action="store_true", help=what)
-    what = "also read files outside the project that a configuration or a link refers to"
-    group.add_argument("--follow-outside", action="store_true", help=what)
-    group.add_argument("--stdin-filename", metavar="NAME", help="name of the file that is read from standard input (-)")
-    group.add_argument("--config", type=Path, metavar="TOML", help="settings, in place of the nearest pyproject.toml")
 
 
 def _add_rules(group: argparse._ArgumentGroup) -> None:
     what = "rules to apply: codes, prefixes of codes, names, or ALL (default)"
-    group.add_argument("--select", type=_codes, action="extend", metavar="RULES", help=what)
+    group.add_argument("--select", type=_words, action="extend", default=[], metavar="RULES", help=what)
     what = "rules to leave out"
-    group.add_argument("--ignore", type=_codes, action="extend", default=[], metavar="RULES", help=what)
+    group.add_argument("--ignore", type=_words, action="extend", default=[], metavar="RULES", help=what)
 
 
 def _add_context(group: argparse._ArgumentGroup) -> None:
@@ -59,8 +52,6 @@ def _add_context(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks-per-node", type=positive_integer, metavar="N", help="number of ranks on each node")
     group.add_argument("--framework", choices=FRAMEWORKS, help="program that reads the configuration")
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model: its directory or config.json")
-    group.add_argument("--gpu-memory", type=memory, metavar="SIZE", help="memory of one GPU, such as 80GB")
-    group.add_argument("--bandwidth", type=positive_number, metavar="GBIT", help="bandwidth between nodes, in Gbit/s")
 
 
 def _add_fixes(group: argparse._ArgumentGroup) -> None:
@@ -71,26 +62,12 @@ def _add_fixes(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-format", choices=FORMATS, default="full")
-    group.add_argument("--output-file", type=Path, metavar="FILE", help="write findings to FILE")
-    group.add_argument("--statistics", action="store_true", help="count findings by rule instead of showing them")
     group.add_argument("-q", "--quiet", action="store_true", help="print findings and errors, but no summary or notes")
+    exits = group.add_mutually_exclusive_group()
     what = "lowest severity for which the exit code is 1 (default: warning)"
-    group.add_argument("--exit-on", choices=SEVERITIES, help=what)
-    group.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+    exits.add_argument("--exit-on", choices=SEVERITIES, help=what)
+    exits.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
 
 
-def _codes(text: str) -> list[str]:
-    return [code for code in re.split(r"[\s,]+", text) if code]
-
-
-def _patterns(text: str) -> list[str]:
-    return [pattern for pattern in text.split(",") if pattern]
-
-
-def memory(text: str) -> int:
-    """Parse a size with a unit, such as 80GB or 79.5GiB, and return it in bytes."""
-    found = _MEMORY.fullmatch(text.strip())
-    size = int(float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].upper()]) if found else 0
-    if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size (allowed: a number and kB to TB or KiB to TiB)")
-    return size
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[\s,]+", text) if word]

@@ -19,7 +19,7 @@ import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.lint.document import Document
@@ -44,22 +44,8 @@ class Proof:
     text: str = ""
 
 
-class Texts(TypedDict):
-    """Texts of a rule, as in `LintRule`."""
-
-    summary: str
-    reason: str
-    wrong: str
-    right: str
-    proof: Proof
-    context: Mapping[str, Any]
-
-
-NO_TEXTS = Texts(summary="", reason="", wrong="", right="", proof=Proof("unproved"), context={})
-
-
-def read_texts(docstring: str) -> Texts:
-    """Return the texts in the docstring of a check.
+def read_texts(docstring: str) -> dict[str, Any]:
+    """Return the fields of `LintRule` that the docstring of a check has.
 
     Raises:
         ValueError: The docstring does not have the form of this module's description.
@@ -70,14 +56,14 @@ def read_texts(docstring: str) -> Texts:
     if missing:
         raise ValueError(f"{docstring.strip()[:60]!r} has no field {' or '.join(sorted(missing))}")
     summary, _, reason = head.strip().partition("\n\n")
-    return Texts(
-        summary=summary,
-        reason=_joined(reason),
-        wrong=_example(fields["Wrong"]),
-        right=_example(fields["Right"]),
-        proof=_proof(_joined(fields["Proof"])),
-        context=json.loads(fields.get("Context", "{}")),
-    )
+    return {
+        "summary": summary,
+        "reason": _joined(reason),
+        "wrong": _example(fields["Wrong"]),
+        "right": _example(fields["Right"]),
+        "proof": _proof(_joined(fields["Proof"])),
+        "context": json.loads(fields.get("Context", "{}")),
+    }
 
 
 def _joined(lines: str) -> str:
@@ -108,10 +94,6 @@ class Context:
     framework: Framework | None = None
     model: Mapping[str, Any] | None = None
     """Content of the config.json of a Hugging Face model."""
-    gpu_memory: int | None = None
-    """Bytes of memory per GPU."""
-    bandwidth: float | None = None
-    """Bandwidth between nodes in Gbit/s."""
 
 
 Findings = Iterator[Diagnostic]
@@ -174,8 +156,7 @@ def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
     """
 
     def decorate(check: Check) -> LintRule:
-        # `python -OO` removes docstrings. Findings do not need them; the command `rule` does, and says so.
-        texts, name = read_texts(check.__doc__) if check.__doc__ else NO_TEXTS, check.__name__.replace("_", "-")
+        texts, name = read_texts(check.__doc__ or ""), check.__name__.replace("_", "-")
         return LintRule(code=code, name=name, severity=severity, family=family_of(code), check=check, **texts)
 
     return decorate

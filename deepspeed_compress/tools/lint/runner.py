@@ -1,23 +1,82 @@
-"""Application of rules to a document."""
+"""Selection of rules by options and by suppressions in a file, and their application to a document."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Place
-from deepspeed_compress.errors import CompressError
-from deepspeed_compress.tools.lint.accelerate import embedded
+from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.placeholders import placeholders, without_placeholders
+from deepspeed_compress.tools.lint.files import file_matches
+from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.rules.accelerate import embedded
+from deepspeed_compress.tools.lint.rules.syntax import placeholders, without_placeholders
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 
+ALL = "ALL"
+_REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
 _ALWAYS = ("DSC0", "DSC73")
 """Rules of the syntax and of Accelerate's configuration, which also apply if nothing could be read."""
-MAX_FINDINGS = 100
-"""Maximum number of findings to report per rule and file. The last one may state how many more there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Selection of rules by code, prefix of a code, name or ALL. The longest match of `select` and `ignore` decides."""
+
+    select: tuple[str, ...] = (ALL,)
+    ignore: tuple[str, ...] = ()
+    per_file: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Additional rules to ignore in files whose name or path matches a pattern."""
+
+    def choose(self, rules: Iterable[LintRule], document: Document) -> list[LintRule]:
+        """Return the rules to apply to `document`."""
+        per_file = (codes for pattern, codes in self.per_file.items() if file_matches(document.path, pattern))
+        ignored = [code for codes in (*per_file, ignored_inside(document)) for code in codes]
+        return [
+            rule
+            for rule in rules
+            if matches(rule, self.select) > matches(rule, self.ignore) and not matches(rule, ignored)
+        ]
+
+
+def matches(rule: LintRule, codes: Iterable[str]) -> int:
+    """Return how specifically one of `codes` refers to `rule`. 0 means not at all."""
+    return max((_match(rule, code) for code in codes), default=0)
+
+
+def _match(rule: LintRule, code: str) -> int:
+    if code == ALL:
+        return 1
+    if code == rule.name:
+        return len(rule.code) + 1
+    return len(code) + 1 if len(code) >= 3 and rule.code.startswith(code) else 0
+
+
+def ignored_inside(document: Document) -> tuple[str, ...]:
+    """Return the rules that the file itself ignores, in `deepspeed_compress.lint.ignore` or in a comment."""
+    ignore = document.get("deepspeed_compress", "lint", "ignore")
+    section = [code for code in ignore if isinstance(code, str)] if isinstance(ignore, list) else []
+    # A comment, or in JSON a key such as "//", has `ds-compress: noqa: DSC201`.
+    remarks = [re.split(r",[ \t]*", found[1] or ALL) for found in _REMARK.finditer(document.text)]
+    return (*section, *(code for codes in remarks for code in codes))
+
+
+def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> None:
+    """Check that each of `codes` refers to a rule.
+
+    Raises:
+        ConfigError: One of them does not. The message starts with `place`.
+    """
+    rules = tuple(rules)
+    for code in codes:
+        if not any(_match(rule, code) for rule in rules):
+            close = closest(code, {name: None for rule in rules for name in (rule.code, rule.name)}, cutoff=0.6)
+            raise ConfigError(
+                f"{place}: {code!r} is not a rule (allowed: codes, prefixes of codes, names, ALL). "
+                f"Write {close or f'{rules[0].code}, or {rules[0].name}'}; `ds-compress rule --all` lists all rules."
+            )
 
 
 class RuleError(CompressError):
@@ -35,38 +94,19 @@ def lint_document(
     """Return the findings of `rules` in `document`, in the order of its lines."""
     document = embedded(document)
     lines, spans = LineIndex(document.text), placeholders(document)
+    # If nothing could be read, only the rules about syntax apply.
+    chosen = (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))
     found = [
-        _located(rule, one, document, lines)
-        for rule in selection.choose(_that_apply(document, rules), document)
+        # A document that cannot be edited gets no fix.
+        replace(
+            rule.attribute(one),
+            place=document.locate(one.place, lines),
+            fix=one.fix if document.fixable else None,
+        )
+        for rule in selection.choose(chosen, document)
         for one in without_placeholders(document, spans, rule.code, _check(rule, document, context))
     ]
-    return sorted(found, key=_in_order)
-
-
-def shortened(found: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Yield at most MAX_FINDINGS findings per rule of one file. The last one states how many more there are."""
-    by_code: dict[str, list[Diagnostic]] = defaultdict(list)
-    for one in found:
-        by_code[one.code].append(one)
-    for first, *others in (same[MAX_FINDINGS - 1 :] for same in by_code.values() if len(same) > MAX_FINDINGS):
-        what = f"and {len(others) + 1} more findings of this rule"
-        by_code[first.code][MAX_FINDINGS - 1 :] = [replace(first, message=what, place=replace(first.place, path=()))]
-    yield from sorted((one for same in by_code.values() for one in same), key=_in_order)
-
-
-def _in_order(one: Diagnostic) -> tuple[int, str]:
-    return one.place.region.start, one.code
-
-
-def _located(rule: LintRule, found: Diagnostic, document: Document, lines: LineIndex) -> Diagnostic:
-    """Return `found` with its rule and its place in the text. A document that cannot be edited gets no fix."""
-    fix = found.fix if document.fixable else None
-    return replace(rule.attribute(found), place=document.locate(found.place, lines), fix=fix)
-
-
-def _that_apply(document: Document, rules: Iterable[LintRule]) -> Iterator[LintRule]:
-    """Return the rules that apply. If nothing could be read, these are only the ones about syntax."""
-    return (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))
+    return sorted(found, key=lambda one: (one.place.region.start, one.code))
 
 
 def _check(rule: LintRule, document: Document, context: Context) -> list[Diagnostic]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Span, at, write
 from deepspeed_compress.tools.lint.document import Document, Extension, ExtensionKind, Kind, Member, Node, object_node
-from deepspeed_compress.tools.lint.strings import ScanError, match, multi_line, quoted, to_json
+from deepspeed_compress.tools.lint.values import ScanError, match, multi_line, quoted, to_json
 
 MAX_DEPTH = 100
 MAX_PARTS = 20_000

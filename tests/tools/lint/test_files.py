@@ -1,30 +1,24 @@
 """Finding and reading of configurations."""
 
-import base64
 import io
-import itertools
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]  # PyYAML ships no types
 
 from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint import files
-from deepspeed_compress.tools.lint.files import Search, Source, sources
+from deepspeed_compress.tools.lint.files import Source, sources
 from deepspeed_compress.tools.lint.rule import Context
-from deepspeed_compress.tools.lint.runner import lint_document
-from deepspeed_compress.tools.lint.selection import Selection
+from deepspeed_compress.tools.lint.runner import Selection, lint_document
 
 CONFIG = '{"zero_optimization": {"stage": 2}}'
 
 
-def read(*arguments: str | Path, exclude: tuple[str, ...] = (), stdin: bytes = b"") -> list[Source]:
-    return list(sources(map(str, arguments), Search(exclude), io.BytesIO(stdin)))
+def read(*arguments: str | Path, exclude: tuple[str, ...] = ()) -> list[Source]:
+    return list(sources(map(str, arguments), exclude))
 
 
 def names(*arguments: str | Path, exclude: tuple[str, ...] = ()) -> list[str]:
@@ -35,12 +29,9 @@ def names(*arguments: str | Path, exclude: tuple[str, ...] = ()) -> list[str]:
 def tree(tmp_path: Path) -> Path:
     for name, text in {
         "ds_config.json": "{}",
-        "my-deepspeed.hjson": "fp16: {}, a: 1",
+        "deepspeed_config.hjson": "fp16: {}, a: 1",
         "deepspeed_results.json": '{"train_batch_size": 8, "loss": 1, "steps": 2}',
-        "stage2.json": '{"train_batch_size": 8}',
-        "zero.yaml": "fp16: {}\n",
-        "deep/level-stage3.json": '{"name": "castle"}',
-        "deep/deepspeed-job.yaml": "{{ metadata }}\n",
+        "stage2.yaml": "zero_optimization: {}\n",
         "settings.json": CONFIG,
         "deep/er.json": "{train_micro_batch_size_per_gpu: 1}",
         "deep/ours.json": '{"deepspeed_compress": {}}',
@@ -57,12 +48,13 @@ def tree(tmp_path: Path) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "linked_ds_config.json").symlink_to(tmp_path / "notes.txt")
     (tmp_path / "dangling_ds_config.json").symlink_to(tmp_path / "nothing")
     return tmp_path
 
 
 def test_configurations_in_a_directory(tree: Path) -> None:
-    here = ["ds_config.json", "my-deepspeed.hjson", "settings.json", "stage2.json", "zero.yaml"]
+    here = ["deepspeed_config.hjson", "ds_config.json", "settings.json", "stage2.yaml"]
     assert names(tree) == [*here, "er.json", "ours.json"]
     assert names(tree, exclude=("deep/*", "settings.json")) == [name for name in here if name != "settings.json"]
 
@@ -84,17 +76,16 @@ def test_files_in_an_excluded_directory_are_excluded(
 def test_force_exclude_skips_named_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pre-commit names all files that match its pattern."""
     monkeypatch.chdir(tree)
-    every = [str(path) for path in Path().rglob("*") if path.is_file()]
-    found = sources(sorted(every), Search(("ours.json", "venv"), force=True), io.BytesIO())
+    every = [str(path) for path in Path().rglob("*") if path.is_file() and not path.is_symlink()]
+    found = sources(sorted(every), ("ours.json", "venv"), force=True)
     assert {source.path for source in found} == {
         ".hidden/ds_config.json",
         "deep/er.json",
+        "deepspeed_config.hjson",
         "ds_config.json",
-        "my-deepspeed.hjson",
         "notes.txt",
         "settings.json",
-        "stage2.json",
-        "zero.yaml",
+        "stage2.yaml",
     }
 
 
@@ -106,29 +97,10 @@ def test_a_named_file_is_always_read(tree: Path) -> None:
     ]
 
 
-def test_standard_input() -> None:
-    [source] = read("-", stdin=b'{"a": 1}')
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"a": 1}')))
+    [source] = read("-")
     assert (source.path, source.document.data, source.document.fixable) == ("-", {"a": 1}, True)
-
-
-def test_standard_input_with_a_name() -> None:
-    [source] = sources(["-"], Search(stdin_name="a/b.yaml"), io.BytesIO(b"zero_optimization: {stage: 2}"))
-    assert (source.path, source.from_stdin) == ("a/b.yaml", True)
-    assert source.document.data == {"zero_optimization": {"stage": 2}}
-
-
-FROM_THE_SHELL = """
-import sys
-from deepspeed_compress.tools.lint.files import Search, sources
-print([source.document.data for source in sources(sys.argv[1:], Search(), sys.stdin.buffer)])
-"""
-
-
-@pytest.mark.parametrize("argument", ["/dev/stdin", "/dev/fd/0", "<(cat)", "-"])
-def test_files_opened_by_the_shell_are_read(argument: str) -> None:
-    command = ["bash", "-c", f"cat | {sys.executable} -c '{FROM_THE_SHELL}' {argument}"]
-    done = subprocess.run(command, input="{a: 1}", capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("[{'a': 1}]\n", "")
 
 
 @pytest.mark.timeout(120)
@@ -141,17 +113,6 @@ def test_endless_files_are_not_opened(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{path}: {kind} \\(allowed: a regular file\\)"):
             read(path)
     assert read(tmp_path) == []
-
-
-@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
-def test_base64(tmp_path: Path, encode: object) -> None:
-    assert callable(encode)
-    text = encode('{"a": "ÿÿÿ>>>???"}'.encode()).decode()
-    file = tmp_path / "x.b64"
-    file.write_text(f"{text}\n")
-    for source in (*read(text), *read(file), *read("-", stdin=text.encode())):
-        assert source.document.data == {"a": "ÿÿÿ>>>???"}
-        assert not source.document.fixable
 
 
 @pytest.mark.parametrize("argument", ["nothing.json", "abcdefgh", "a" * 300, "", "x\0y"])
@@ -179,12 +140,6 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _denied(*_: object) -> object:
     raise PermissionError(13, "Permission denied")
-
-
-def test_line_ends_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    file.write_bytes(b'{"a":\r\n1}\r')
-    assert read(file)[0].document.text == '{"a":\r\n1}\r'
 
 
 ACCELERATE = """compute_environment: LOCAL_MACHINE
@@ -251,12 +206,6 @@ def test_accelerate_with_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert source.document.fixable
 
 
-DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdefghijklmnop")]
-"""Each line has twice as many values as the one before it."""
-MERGING = [f"  {b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in itertools.pairwise("abcdefghijklmnop")]
-"""Each line merges twice as many mappings as the one before it."""
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -269,12 +218,8 @@ MERGING = [f"  {b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in itertools.pairwise(
         ("zero_optimization: [\n", "not YAML: expected the node content"),
         ("deepspeed_config:\n---\n", "not YAML: but found another document"),
         ("deepspeed_config: " + "[" * 5000, "not YAML: "),
-        ("deepspeed_config: " + "[" * 50 + "]" * 50, "not YAML: more than"),
         ("deepspeed_config:\n" + "# \n" * 30000, "larger than 64 KiB"),
-        ("deepspeed_config:\n  a: &a [1]\n" + "".join(DOUBLING), "not YAML: more than"),
-        ("deepspeed_config:\n  a: &a {k: 1}\n" + "".join(MERGING), "not YAML: more than"),
-        ("deepspeed_config: &a {<<: *a}\n", "not YAML: more than"),
-        ("deepspeed_config: {<<: [1]}\n", "not YAML: a merge key without a mapping"),
+        ("deepspeed_config:\n  a: &a [1]\n  b: [*a, *a]\n", "not YAML: an alias of a mapping or a list"),
     ],
 )
 def test_unusable_yaml(tmp_path: Path, text: str, what: str) -> None:
@@ -309,29 +254,6 @@ def test_yaml_of_deepspeed(tmp_path: Path, name: str) -> None:
     assert (source.framework, source.world_size, source.document.fixable) == (None, None, False)
 
 
-MERGED = """common: &common {enabled: true, loss_scale: 128}
-other: &other {loss_scale: 0, hysteresis: 2}
-train_batch_size: 8
-fp16:
-  <<: [*common, *other]
-  enabled: false
-zero_optimization: {"<<": {stage: 1}}
-"""
-
-
-def test_merge_keys_of_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.yaml"
-    file.write_text(MERGED)
-    [source] = read(file)
-    document = source.document
-    assert document.data["fp16"] == yaml.safe_load(MERGED)["fp16"]
-    assert document.data["zero_optimization"] == {"<<": {"stage": 1}}
-    assert document.duplicates == 0
-    node = document.node("fp16", "loss_scale")
-    assert node is not None
-    assert document.locate(at(span=node.span)).start == (1, 45)
-
-
 UNUSED = "deepspeed_config: {}\ndistributed_type: MULTI_GPU\n"
 
 
@@ -350,51 +272,3 @@ def test_a_section_that_accelerate_does_not_use_is_reported(tmp_path: Path, kind
     [source] = read(tmp_path / "a.yaml")
     found = lint_document(source.document, Context(framework="accelerate"), Selection())
     assert [(one.code, one.place.start[0]) for one in found] == [("DSC733", 2)]
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A repository whose files name and link to others outside of it."""
-    path = tmp_path / "project"
-    (path / ".git").mkdir(parents=True)
-    (tmp_path / "secret.json").write_text('{"zero_optimization": {"password": 1}}')
-    return path
-
-
-@pytest.mark.parametrize("name", ["../secret.json", "{outside}/secret.json", "link.json"])
-def test_a_named_file_outside_of_the_project_is_read_on_request_only(project: Path, name: str) -> None:
-    (project / "link.json").symlink_to("../secret.json")
-    name = name.format(outside=project.parent)
-    (project / "a.yaml").write_text(f"deepspeed_config: {{deepspeed_config_file: {name}}}\n")
-    [source] = read(project / "a.yaml")
-    assert source.unread.endswith(name)
-    found = list(sources([str(project / "a.yaml")], Search(follow_outside=True), io.BytesIO()))
-    assert [bool(one.unread) for one in found] == [False, False]
-    assert found[1].document.data == {"zero_optimization": {"password": 1}}
-
-
-def test_a_link_out_of_the_project_is_read_only_if_it_is_named(project: Path) -> None:
-    link = project / "ds_config.json"
-    link.symlink_to("../secret.json")
-    [source] = read(project)
-    assert problem(source).startswith("a link to a file outside of the project")
-    [source] = read(link)
-    assert source.document.fixable
-    [source] = sources([str(project)], Search(follow_outside=True), io.BytesIO())
-    assert source.document.data == {"zero_optimization": {"password": 1}}
-    assert not source.document.fixable
-
-
-def test_a_link_is_corrected_only_if_it_is_named(project: Path) -> None:
-    file, link = project / "any.json", project / "a_ds_config.json"
-    file.write_text(CONFIG)
-    link.symlink_to(file)
-    [source] = read(project)
-    assert (source.path, source.document.fixable) == (str(file), True)
-    file.rename(project / "other.txt")
-    link.unlink()
-    link.symlink_to("other.txt")
-    [source] = read(project)
-    assert (os.path.basename(source.path), source.document.fixable) == ("a_ds_config.json", False)
-    [source] = read(link)
-    assert source.document.fixable

@@ -13,9 +13,8 @@ from deepspeed_compress.tools.lint.explain import fix_of
 from deepspeed_compress.tools.lint.fixes import Edits, add, apply, diff, edited, fix, move, remove, rename, replace
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 from tests.support.properties import properties
 from tests.tools.lint.texts import CONFIGS, REMOVED, STAGE, STRICT, TOYS, rule
 
@@ -27,7 +26,6 @@ LINES = """{
   "d": [3]
 }
 """
-COMMENTED = '{"a": {"b": 1 /* why */}}'
 INLINE = '{"a": 1, "b": {"c": 2}, "d": [3]}'
 HJSON = """# settings
 a: one
@@ -52,10 +50,9 @@ d: 3
         (LINES, lambda d: add(d, ("b",), "e", 5), LINES.replace('"c": 2', '"c": 2,\n    "e": 5')),
         (LINES, lambda d: add(d, ("e",), "f", 5), LINES.replace("[3]", '[3],\n  "e": {"f": 5}')),
         (LINES, lambda d: move(d, ("a",), ("b", "a")), LINES.replace('"a": 1, ', "").replace("2", '2,\n    "a": 1')),
-        (LINES, lambda d: move(d, ("d",), ("e", "f")), LINES.replace('"d": [3]', '"e": {"f": [3]}')),
-        (INLINE, lambda d: move(d, ("b", "c"), ("b", "e", "f")), '{"a": 1, "b": {"e": {"f": 2}}, "d": [3]}'),
+        (INLINE, lambda d: move(d, ("b",), ("e", "f")), '{"a": 1, "d": [3], "e": {"f": {"c": 2}}}'),
         (INLINE, lambda d: move(d, ("b", "c"), ("c",)), '{"a": 1, "b": {}, "d": [3], "c": 2}'),
-        (INLINE, lambda d: move(d, ("a",), ("c",)), '{"c": 1, "b": {"c": 2}, "d": [3]}'),
+        (INLINE, lambda d: move(d, ("a",), ("c",)), '{"b": {"c": 2}, "d": [3], "c": 1}'),
         (INLINE, lambda d: remove(d, ("a",)), '{"b": {"c": 2}, "d": [3]}'),
         (INLINE, lambda d: remove(d, ("b",)), '{"a": 1, "d": [3]}'),
         (INLINE, lambda d: remove(d, ("d",)), '{"a": 1, "b": {"c": 2}}'),
@@ -73,7 +70,6 @@ d: 3
         ('{\n"a": 1,\r\n"b": 2\r\n}', lambda d: remove(d, ("a",)), '{\n"b": 2\r\n}'),
         ('{\r\n "a": 1\r\n}', lambda d: add(d, (), "b", 2), '{\r\n "a": 1,\r\n "b": 2\r\n}'),
         ("a: one\r\n", lambda d: add(d, (), "b", 2), 'a: one\r\n"b": 2\r\n'),
-        (COMMENTED, lambda d: move(d, ("a",), ("d", "c")), COMMENTED.replace('"a"', '"d": {"c"').replace("}}", "}}}")),
         ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",), d.root.members[0]), '{"a": 2}'),
         ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",)), '{"a": 1}'),
     ],
@@ -95,7 +91,6 @@ def test_edits(text: str, work: Callable[[Document], Edits], result: str) -> Non
         lambda d: add(d, ("a",), "x", 1),
         lambda d: move(d, ("a",), ("b",)),
         lambda d: move(d, ("x",), ("y",)),
-        lambda d: move(parse("{a: word\n}"), ("a",), ("b", "c")),
         lambda d: move(parse('{"a": {"b": {"c": 1 /* why */}}}'), ("a", "b"), ("d", "b")),
         lambda d: move(parse('{"a": {"b": /* why */ 1}}'), ("a", "b"), ("b",)),
     ],

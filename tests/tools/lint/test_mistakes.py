@@ -1,6 +1,5 @@
 """Mistakes that users reported, and correct public configurations, for which there must be no finding."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import hjson  # type: ignore[import-untyped]
 import pytest
 
-from deepspeed_compress.tools.lint.files import Search, sources
+from deepspeed_compress.tools.lint.files import sources
 from deepspeed_compress.tools.lint.fixes import apply
 from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.rule import Context
-from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.runner import Selection, lint_document, lint_text
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 
 CASES = hjson.loads(Path(__file__).with_name("mistakes.hjson").read_text(encoding="utf-8"), object_pairs_hook=dict)
 
@@ -42,7 +40,7 @@ def test_files_have_these_findings(case: dict[str, Any], tmp_path: Path) -> None
         (tmp_path / name).write_text(text)
     found = [
         one
-        for source in sources([str(tmp_path / case.get("argument", "."))], Search(), io.BytesIO())
+        for source in sources([str(tmp_path / case.get("argument", "."))])
         for one in lint_document(source.document, Context(source.world_size, framework=source.framework), Selection())
     ]
     assert [f"{one.code} {one.severity}" for one in found] == case["found"]

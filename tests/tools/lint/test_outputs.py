@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from deepspeed_compress.diagnostics import Edit, Span
 from deepspeed_compress.tools.lint.fixes import edited
 from deepspeed_compress.tools.lint.options import FORMATS
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.outputs import Report, render
 from tests.support.properties import properties
 from tests.tools.lint.texts import CONFIGS, NOISE, TOYS, broken
@@ -166,13 +163,6 @@ def test_sarif_uris() -> None:
     assert uri == "file:///a%20b/%C3%BC%3A1.json"
 
 
-def test_the_schema_refuses_invalid_sarif() -> None:
-    log = json.loads(render(report(), "sarif"))
-    log["runs"][0]["results"][0]["level"] = "info"
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft7Validator(SARIF).validate(log)
-
-
 @properties
 @given(CONFIGS | broken() | NOISE)
 def test_every_format_writes_anything(text: str) -> None:
@@ -181,10 +171,3 @@ def test_every_format_writes_anything(text: str) -> None:
         assert render(everything, name) or name == "github"
     sarif_results(text, rules=RULES)
     assert len(json.loads(render(everything, "json"))) == len(everything.diagnostics)
-
-
-@properties
-@given(st.binary(max_size=80).map(lambda content: content.decode("latin-1")) | st.text(max_size=80))
-def test_rules_take_any_text(text: str) -> None:
-    for finding in report(text, rules=RULES).diagnostics:
-        assert finding.place.region.end <= len(text)

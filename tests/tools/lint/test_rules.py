@@ -8,9 +8,8 @@ import pytest
 from deepspeed_compress.tools.lint.fixes import apply
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.runner import Selection, lint_document, lint_text
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 
 SAMPLED = pytest.mark.sampled(3)
 

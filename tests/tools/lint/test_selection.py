@@ -1,23 +1,15 @@
 """Selection of rules by options, by pyproject.toml, and by the configuration itself."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.lint.options import memory
+from deepspeed_compress.tools.lint.command import find_settings
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import Selection, check_codes, ignored_inside
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import (
-    Selection,
-    Settings,
-    check_codes,
-    find_settings,
-    ignored_inside,
-    read_settings,
-)
 from tests.tools.lint.texts import TOYS
 
 
@@ -80,18 +72,19 @@ def test_ignored_by_a_comment(text: str, codes: list[str]) -> None:
     assert chosen(Selection(("DSC401",)), text) == [code for code in codes if code == "DSC401"]
 
 
-def test_unknown_codes() -> None:
-    assert check_codes(["ALL", "DSC4", "removed-amp"], TOYS, "--select") == ("ALL", "DSC4", "removed-amp")
-    with pytest.raises(ConfigError, match=re.escape("--select: 'remove-amp' is not a rule")) as raised:
-        check_codes(["remove-amp"], TOYS, "--select")
-    assert "Write removed-amp" in str(raised.value)
-    for code in ("D", "DS", "", "DSC9", "dsc401"):
-        with pytest.raises(ConfigError):
-            check_codes([code], TOYS, "--select")
-
-
-def write(directory: Path, text: str) -> None:
-    (directory / "pyproject.toml").write_text(text)
+@pytest.mark.parametrize(
+    ("code", "nearest"),
+    [
+        ("DSC999", "DSC9"),
+        ("dsc202", "DSC202"),
+        ("unknwn-key", "unknown-key"),
+        *((code, "DSC001, or syntax-error") for code in ("D", "")),
+    ],
+)
+def test_an_unknown_rule_suggests_its_neighbor(code: str, nearest: str) -> None:
+    check_codes(["ALL", "DSC4", "unknown-key"], RULES, "rule")
+    with pytest.raises(ConfigError, match=f"^--select: {code!r} is not a rule .* Write {nearest}"):
+        check_codes([code], RULES, "--select")
 
 
 TABLE = """
@@ -110,30 +103,15 @@ ranks-per-node = 4
 
 
 def test_settings(tmp_path: Path) -> None:
-    write(tmp_path, TABLE)
+    (tmp_path / "pyproject.toml").write_text(TABLE)
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
-    write(below, "[tool.other]\nlint = 1\n")
-    place = f"{tmp_path / 'pyproject.toml'}: [tool.ds-compress.lint]"
-    expected = Settings(("ALL",), ("DSC201",), {"*zero3*": ("DSC4",)}, ("old/*",), True, "error", "hf", 8, 4, place)
-    assert find_settings(below) == read_settings(tmp_path / "pyproject.toml") == expected
-
-
-def test_a_file_that_holds_only_settings(tmp_path: Path) -> None:
-    """It takes precedence over pyproject.toml. A file with another name must be given."""
-    write(tmp_path, TABLE)
-    for name in (".ds-compress-lint.toml", "other.toml"):
-        (tmp_path / name).write_text('ignore = ["DSC1"]\n')
-        assert read_settings(tmp_path / name) == Settings(ignore=("DSC1",), place=str(tmp_path / name))
-    assert find_settings(tmp_path).place == str(tmp_path / ".ds-compress-lint.toml")
-
-
-def test_a_named_settings_file_must_have_settings(tmp_path: Path) -> None:
-    write(tmp_path, "[tool.other]\n")
-    os.mkfifo(tmp_path / "fifo.toml")
-    for name, message in (("pyproject.toml", "no table"), ("none.toml", "no such file"), ("fifo.toml", "no such file")):
-        with pytest.raises(ConfigError, match=f"--config {tmp_path / name}: {message}"):
-            read_settings(tmp_path / name)
+    (below / "pyproject.toml").write_text("[tool.other]\nlint = 1\n")
+    settings, per_file = find_settings(below)
+    assert (settings.select, settings.ignore, settings.exclude) == (["ALL"], ["DSC201"], ["old/*"])
+    assert (settings.framework, settings.force_exclude, settings.exit_on) == ("hf", True, "error")
+    assert (settings.world_size, settings.ranks_per_node) == (8, 4)
+    assert per_file == {"*zero3*": ("DSC4",)}
 
 
 @pytest.mark.parametrize(
@@ -143,40 +121,21 @@ def test_a_named_settings_file_must_have_settings(tmp_path: Path) -> None:
         ("[tool.ds-compress]\nlint = 1", "is 1. Write a table."),
         ("[tool.ds-compress.lint]\nignored = []", "unknown key 'ignored' (allowed: select, ignore, "),
         ("[tool.ds-compress.lint]\nignored = []", "Write ignore."),
-        ('[tool.ds-compress.lint]\nignore = "DSC1"', "ignore is 'DSC1' (allowed: a list of rules)"),
-        ("[tool.ds-compress.lint]\nworld-size = true", "world-size is True (allowed: a positive integer)"),
-        (
-            '[tool.ds-compress.lint]\nframework = "jax"',
-            "framework is 'jax' (allowed: deepspeed, hf, accelerate, lightning)",
-        ),
-        ("[tool.ds-compress.lint]\nframework = []", "framework is [] (allowed: deepspeed, hf, accelerate, lightning)"),
-        ("[tool.ds-compress.lint]\nforce-exclude = 1", "force-exclude is 1 (allowed: true, false)"),
-        ('[tool.ds-compress.lint]\nexit-on = "never"', "exit-on is 'never' (allowed: error, warning, info)"),
-        ("[tool.ds-compress.lint]\nper-file-ignores = {a = 1}", "per-file-ignores is {'a': 1} (allowed: "),
+        ("[tool.ds-compress.lint]\nworld-size = 0", "argument --world-size: '0' is not a positive integer"),
+        ('[tool.ds-compress.lint]\nframework = "jax"', "argument --framework: invalid choice: 'jax'"),
+        ("[tool.ds-compress.lint]\nforce-exclude = 1", "argument --force-exclude: "),
+        ('[tool.ds-compress.lint]\nexit-on = "never"', "argument --exit-on: invalid choice: 'never'"),
+        ("[tool.ds-compress.lint]\nper-file-ignores = {a = 1}", "per-file-ignores is {'a': 1}. Write a table"),
     ],
 )
 def test_wrong_settings(tmp_path: Path, text: str, message: str) -> None:
-    write(tmp_path, text)
+    (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         find_settings(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "tool = 1", "[tool]\nds-compress = 2", "[tool.ds-compress]"])
 def test_no_settings(tmp_path: Path, text: str) -> None:
-    write(tmp_path, text)
-    assert find_settings(tmp_path) == Settings()
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("80GB", 80 * 10**9), ("79.5 GiB", int(79.5 * 2**30)), ("512mb", 512 * 10**6), ("1TB", 10**12)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert memory(text) == size
-
-
-@pytest.mark.parametrize(
-    ("code", "nearest"), [("DSC999", "DSC9"), ("DSC299", "DSC21"), ("dsc202", "DSC202"), ("unknwn-key", "unknown-key")]
-)
-def test_an_unknown_rule_suggests_its_neighbor(code: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"Write {nearest}"):
-        check_codes([code], RULES, "rule")
+    (tmp_path / "pyproject.toml").write_text(text)
+    settings, per_file = find_settings(tmp_path)
+    assert (settings.select, settings.ignore, settings.framework, per_file) == ([], [], None, {})

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.tools.lint.files import Search, sources
+from deepspeed_compress.tools.lint.files import sources
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document
-from deepspeed_compress.tools.lint.selection import Selection
+from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.outputs import Report, render
 
 CONFIG = {
@@ -70,7 +69,7 @@ def test_starts_quickly(config: Path) -> None:
 
 def lint_all(directory: Path) -> int:
     """Return the number of files that were found."""
-    found = list(sources([str(directory)], Search(), sys.stdin.buffer))
+    found = list(sources([str(directory)]))
     diagnostics = [one for source in found for one in lint_document(source.document, Context(), Selection(), RULES)]
     render(Report(tuple(diagnostics), len(found)), "full")
     return len(found)
@@ -92,7 +91,7 @@ def test_ten_megabytes_through_every_rule(tmp_path: Path, depth: int) -> None:
     path = tmp_path / "ds_config.json"
     inside = ", ".join(f'"key{number}": [{number}, "auto", true]' for number in range(200_000))
     path.write_text('{"zero_optimization": ' * depth + f"{{{inside}}}" + "}" * depth)
-    [source] = sources([str(path)], Search(), sys.stdin.buffer)
+    [source] = sources([str(path)])
     start = time.process_time()
     findings = lint_document(source.document, Context(framework="hf", world_size=8), Selection(), RULES)
     render(Report(tuple(findings), 1), "full")

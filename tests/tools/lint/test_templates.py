@@ -4,11 +4,10 @@ import time
 
 import pytest
 
-from deepspeed_compress.tools.lint.placeholders import placeholders
 from deepspeed_compress.tools.lint.rule import Context
-from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.rules.syntax import placeholders
+from deepspeed_compress.tools.lint.runner import Selection, lint_document, lint_text
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
 
 MARKS = (

@@ -163,21 +163,16 @@ def hf_no_clipping(document: Document, context: Context) -> Findings:
     """
     if hugging_face(context) and document.origin is None and not document.has("gradient_clipping"):
         what = "without gradient_clipping DeepSpeed's default clips, whatever max_grad_norm and clip_grad_norm_ say"
-        value, remark = _CLIPPING[context.framework == "hf"]
+        value: object = AUTO if context.framework == "hf" else 1.0
+        remark = ", which is max_grad_norm" if value == AUTO else _WITH_ACCELERATE
         correction = fix(f"Write {show(value)}", add(document, (), "gradient_clipping", value), safe=False)
         yield finding(("gradient_clipping",), what, f'"gradient_clipping": {show(value)}{remark}', correction)
 
 
-_CLIPPING: tuple[tuple[object, str], tuple[object, str]] = (
-    (
-        1.0,
-        ' or the number that clip_grad_norm_ is given ("auto" is 1.0 with Accelerate, whatever it is given), or 0.0 to'
-        " clip nothing",
-    ),
-    (AUTO, ", which is max_grad_norm"),
+_WITH_ACCELERATE = (
+    ' or the number that clip_grad_norm_ is given ("auto" is 1.0 with Accelerate, whatever it is given), or 0.0 to'
+    " clip nothing"
 )
-"""Value to write and a remark on it: with Accelerate, and with the Trainer."""
-
 
 _UNUSED: Mapping[str, str] = {
     "activation_checkpointing": (
@@ -229,33 +224,6 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
         correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
         instead = "nothing: remove the section, and lr_scheduler_type takes effect"
         yield key_finding(("scheduler",), what, instead, correction)
-
-
-@rule("DSC719", "info")
-def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Findings:
-    """train_batch_size is "auto" with stage 3 on CPUs.
-
-    A model created by from_config or from_pretrained is partitioned at once, with a configuration whose batch sizes are
-    compared with the number of ranks (runtime/config.py). With use_cpu and several processes, DeepSpeed counts one rank
-    then, because its communication has not started yet unless the program has called deepspeed.init_distributed. On
-    GPUs and with one process, nothing is wrong, so only files with a section deepspeed_compress are checked.
-
-    Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": true},
-        "train_batch_size": "auto", "deepspeed_compress": {"lint": {"ignore": ["compress-needs-install"]}}}
-    Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": true},
-        "deepspeed_compress": {"lint": {"ignore": ["compress-needs-install"]}}}
-    Context: {"framework": "hf"}
-    Proof: unproved it takes a model that is made while two ranks have the Trainer's arguments
-    """
-    ours = isinstance(document.get(OUR_SECTION), dict)
-    if context.framework == "hf" and ours and document.stage == 3 and document.get("train_batch_size") == AUTO:
-        why = "weights are partitioned before DeepSpeed counts more than one"
-        what = f'"auto" may fail on CPUs with stage 3 and several processes: {why}'
-        correction = fix("Remove it", remove(document, ("train_batch_size",)), safe=False)
-        instead = "nothing on CPUs: train_micro_batch_size_per_gpu is enough; on GPUs, leave it"
-        yield finding(("train_batch_size",), what, instead, correction)
 
 
 @rule("DSC720", "warning")

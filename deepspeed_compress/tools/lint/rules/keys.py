@@ -25,20 +25,6 @@ _SAME_AS = {
     "lr": '"optimizer": {"params": {"lr": ...}}',
 }
 """Names that other programs or older versions of DeepSpeed use for a key, with what to write instead."""
-_NAMES_OF_OURS = frozenset(
-    {
-        OUR_SECTION,
-        "compress",
-        "compression",
-        "compressed",
-        "deepspeed_compression",
-        "deepspeedcompress",
-        "ds_compress",
-        "ds_compression",
-        "gradient_compression",
-        "communication_compression",
-    }
-)
 _INFERENCE = frozenset(
     {
         "enable_cuda_graph",
@@ -157,7 +143,7 @@ def _strange(section: Path, keys: list[str]) -> Diagnostic:
 
 def _renamed(document: Document, path: Path, to: str) -> Fix | None:
     """Return a fix that renames a key. It is not safe, because the new name is a guess that the user has to confirm."""
-    foreign = to == OUR_SECTION and not _is_section(document.get(*path)) and _ours(document, path) is None
+    foreign = to == OUR_SECTION and _ours(document, path) is None
     free = not document.has(*path[:-1], to) and not foreign
     return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
 
@@ -167,17 +153,9 @@ def _ours(document: Document, path: Path) -> Path | None:
     key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
     if not isinstance(value, dict):
         return None
-    named_so = key in _NAMES_OF_OURS and bool(value) and _is_section(value)
-    if named_so or any(_is_part(value.get(part)) for part in _PARTS_OF_OURS):
+    if any(_is_part(value.get(part)) for part in _PARTS_OF_OURS):
         return (OUR_SECTION,)
     return (OUR_SECTION, key) if key in _PARTS_OF_OURS and _is_part(value) else None
-
-
-def _is_section(value: object) -> bool:
-    """Return True if `value` may be our section. Other programs have sections of the same names."""
-    from deepspeed_compress.config import CompressConfig  # takes a while to import, and few files need it
-
-    return isinstance(value, dict) and value.keys() <= CompressConfig.model_fields.keys()
 
 
 def _is_part(value: object) -> bool:

@@ -114,25 +114,6 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
         yield finding(path, what, '"cpu", or stage 3', fix("Write cpu", replace(document, path, "cpu")))
 
 
-@rule("DSC408", "info")
-def nvme_path_unused(document: Document, context: Context) -> Findings:
-    """nvme_path has no effect with another device.
-
-    Only device "nvme" reads the path (runtime/zero/stage3.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme"}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    Proof: accepts nothing is written to the path
-    """
-    for what in ("offload_param", "offload_optimizer"):
-        path = (ZERO, what, "nvme_path")
-        if document.string(*path) not in ("", "none", AUTO) and document.offload(what) == "cpu":
-            yield finding(path, 'has no effect with device "cpu"', '"device": "nvme", or remove the key')
-            return  # the other one was copied together with it
-
-
 @rule("DSC415", "info")
 def offload_of_client_optimizer(document: Document, context: Context) -> Findings:
     """The optimizer is offloaded, but the file has none.

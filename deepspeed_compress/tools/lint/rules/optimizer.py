@@ -232,31 +232,6 @@ def fp32_states_overridden(document: Document, context: Context) -> Findings:
         yield finding(path, "true is overridden by bf16_optimizer_states", 'false, or "bf16_optimizer_states": false')
 
 
-_FUSED = ("adam", "adamw")
-"""Optimizers for which DeepSpeed takes FusedAdam."""
-
-
-def _legacy_fusion(document: Document) -> bool:
-    """Return True if legacy_fusion is on and the optimizer reads it: that of 16 bits around FusedAdam, without ZeRO."""
-    is_read = (document.fp16 or document.bf16) and document.stage == 0
-    return is_read and known_optimizer(document) in _FUSED and document.is_true("optimizer", "legacy_fusion")
-
-
-@rule("DSC512", "warning")
-def legacy_fusion_unused(document: Document, context: Context) -> Findings:
-    """legacy_fusion has no effect.
-
-    Only the optimizer of fp16 and bf16 without ZeRO reads it, for fused Adam (runtime/engine.py), and fails with it.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}, "legacy_fusion": true}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
-    Proof: accepts the key has no effect
-    """
-    open_yet = document.left_open or document.stage is None
-    if document.get("optimizer", "legacy_fusion") is True and not _legacy_fusion(document) and not open_yet:
-        yield finding(("optimizer", "legacy_fusion"), "true has no effect here", "nothing: remove the key")
-
-
 @rule("DSC516", "error")
 def legacy_fusion_fails(document: Document, context: Context) -> Findings:
     """legacy_fusion is true with Adam in 16 bits, without ZeRO.
@@ -270,7 +245,9 @@ def legacy_fusion_fails(document: Document, context: Context) -> Findings:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: accepts the first step ends with RuntimeError
     """
-    if _legacy_fusion(document):
+    wrapped = (document.fp16 or document.bf16) and document.stage == 0
+    fused = known_optimizer(document) in ("adam", "adamw")
+    if wrapped and fused and document.is_true("optimizer", "legacy_fusion"):
         what = "true makes the first step fail (allowed: false)"
         correction = fix("Remove it", remove(document, ("optimizer", "legacy_fusion")))
         yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key", correction)

@@ -17,7 +17,7 @@ from deepspeed_compress.tools.lint.values import show
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig
-    from deepspeed_compress.config.checks import Kind
+    from deepspeed_compress.config.section import Kind
 
 
 def _problems(kind: "Kind", document: Document, context: Context) -> list[Diagnostic]:
@@ -113,7 +113,7 @@ def compress_no_effect(document: Document, context: Context) -> Findings:
     """
     parsed = parsed_section(document)
     if parsed is not None:
-        from deepspeed_compress.config.checks import find_notices
+        from deepspeed_compress.config.section import find_notices
 
         yield from find_notices(parsed)
 
@@ -220,4 +220,4 @@ def compress_rollout_rounding(document: Document, context: Context) -> Findings:
 _FEW_CHANGES = 1e-5
 """Learning rate up to which exact changes of 16-bit weights are about as small as rounded ones."""
 _AUTOCAST: Path = ("torch_autocast", "dtype")
-"""Path of a problem that `config.unsupported` also finds. It has its own rule here."""
+"""Path of a problem that `config.file_problems` also finds. It has its own rule here."""

@@ -1,13 +1,16 @@
-"""Rules on values of optimizer parameters that the optimizer refuses, or with which training diverges."""
+"""Rules on values of optimizer parameters, and values that DeepSpeed calculates with without checking their type."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.diagnostics import Path
+from deepspeed_compress.tools.lint.document import Document, Node
+from deepspeed_compress.tools.lint.keys import keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import finding
 from deepspeed_compress.tools.lint.rules.optimizer import known_optimizer
+from deepspeed_compress.tools.lint.rules.schedulers import OWN, scheduler_name
 from deepspeed_compress.tools.lint.values import means_auto, number, show, text_number
 
 _PARAMS = ("optimizer", "params")
@@ -137,3 +140,54 @@ def optimizer_with_closure(document: Document, context: Context) -> Findings:
     if known_optimizer(document) == "LBFGS":
         what = '"LBFGS" needs a closure, and the first step fails without one (allowed: AdamW, for instance)'
         yield finding(("optimizer", "type"), what, '"AdamW", for instance')
+
+
+_NUMBERS = frozenset(
+    {
+        *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "muon_lr", "adam_lr"),
+        *("alpha", "rho", "lambd", "t0", "momentum_decay", "beta2_decay", "d"),
+    }
+)
+"""Parameters of optimizers that are numbers."""
+_UNTRIED = frozenset({"lamb", "lion", "lion+offload", "adagrad+offload"})
+"""Optimizers whose kernels do not run on a CPU."""
+_ENDS = ("_lr", "lr_rate", "_step_rate", "_ratio", "_steps", "_size", "_count", "_iteration")
+"""Ends of the names of DeepSpeed's scheduler parameters that are numbers."""
+_MAY_BE_NULL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
+
+
+def not_numbers(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the paths of values with which DeepSpeed cannot calculate, with the types that it accepts there.
+
+    Which keys accept null and arrays was found by running DeepSpeed with each. Numbers in text and "auto" are left to
+    other rules. Booleans count as 0 and 1.
+    """
+    for path, kinds in _expected(document):
+        node = document.node(*path)
+        if node is not None and not _fits(node, kinds):
+            yield path, kinds
+
+
+def _fits(node: Node, kinds: tuple[str, ...]) -> bool:
+    if node.kind == "string":
+        return means_auto(node.value) or text_number(node.value) is not None
+    return node.kind in ("number", "bool", *kinds)
+
+
+def _expected(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the paths of numbers, with the types that DeepSpeed accepts there."""
+    reduced, profiled = document.stage == 0 or document.scatters, document.is_true("flops_profiler", "enabled")
+    for path, known, _ in known_values(document, strict=False):
+        is_read = profiled if path[0] == "flops_profiler" else len(path) == 1
+        unused = path[0] == "gradient_predivide_factor" and not reduced
+        if is_read and not unused and {"integer", "number"} & {*known.kinds}:
+            yield path, known.kinds
+    name = known_optimizer(document) or ""
+    for key in keys().optimizers.get(name, frozenset()) & _NUMBERS if name not in _UNTRIED else ():
+        if (name, key) != ("Adafactor", "eps"):  # two numbers
+            yield ("optimizer", "params", key), ("number",)
+    for key in document.params("scheduler") if scheduler_name(document) in OWN else ():
+        if key.endswith(_ENDS):
+            # A rate may be an array, with an item for each parameter group.
+            also = (*(["array"] if key.endswith("_lr") else []), *(["null"] if key in _MAY_BE_NULL else []))
+            yield ("scheduler", "params", key), ("number", *also)

@@ -1,22 +1,10 @@
 """Rules on our own section and what the user states about the run: ranks, network, memory, framework."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
+from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding, text_model
+from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding
 from deepspeed_compress.tools.lint.rules.ours import parsed_section
-from deepspeed_compress.tools.lint.values import integer
-
-if TYPE_CHECKING:
-    from deepspeed_compress.config import CompressConfig
-    from deepspeed_compress.config.places import MemoryConfig
-
-_FASTEST = 1000
-"""Bandwidth in Gbit/s at which sending gradients takes about as long as compressing them: links inside a node."""
-_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def _active(document: Document) -> bool:
@@ -89,48 +77,6 @@ def compress_warmup_exceeds_total(document: Document, context: Context) -> Findi
         yield finding(path, f"{warmup} steps are uncompressed, and training has {total}", f"less than {total}")
 
 
-@rule("DSC908", "warning")
-def compress_ignores_unknown_rule(document: Document, context: Context) -> Findings:
-    """lint.ignore names no rule.
-
-    With a misspelled name, the rule stays in force.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "deepspeed_compress": {"lint": {"ignore": ["unknown-keys"]}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "deepspeed_compress": {"lint": {"ignore": ["unknown-key"]}}}
-    Proof: accepts the linter reports what was to be ignored
-    """
-    from deepspeed_compress.tools.lint.rules import RULES
-
-    names = {name: None for rule in RULES for name in (rule.code, rule.name)}
-    path = (OUR_SECTION, "lint", "ignore")
-    value = document.get(*path)
-    for index, given in enumerate(value if isinstance(value, list) else ()):
-        family = isinstance(given, str) and len(given) >= 3 and any(name.startswith(given) for name in names)
-        if isinstance(given, str) and given != "ALL" and not family:
-            close = closest(given, names)
-            instead = f'"{close}", if you meant that' if close else "a code such as DSC100, or a name"
-            yield finding((*path, index), f'"{given}" is not a lint rule', instead)
-
-
-@rule("DSC909", "warning")
-def compress_fast_network(document: Document, context: Context) -> Findings:
-    """Compression does not pay off at this bandwidth.
-
-    Encoding and decoding reads and writes each element several times, which takes about as long as sending it over a
-    link of this speed.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "deepspeed_compress": {}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
-    Context: {"bandwidth": 3600.0}
-    Proof: accepts steps do not become shorter
-    """
-    if _active(document) and context.bandwidth is not None and context.bandwidth >= _FASTEST:
-        what = f"at {context.bandwidth:g} Gbit/s gradients are sent about as fast as they are compressed"
-        yield key_finding((OUR_SECTION,), what, "nothing: remove the section, or measure with and without it")
-
-
 @rule("DSC915", "warning")
 def compress_activations_inside_node(document: Document, context: Context) -> Findings:
     """activations.tensor.bits is given, but tensor-parallel ranks share a node.
@@ -152,76 +98,6 @@ def compress_activations_inside_node(document: Document, context: Context) -> Fi
     if bits is not None and node is not None and tensor > 1 and node % tensor == 0:
         what = f"the {tensor} ranks that share layers are on one node, whose links are faster than encoding"
         yield finding(path, what, "null, unless ds-compress bench comm --kind tensor shows a gain")
-
-
-@rule("DSC910", "warning")
-def compress_residual_memory(document: Document, context: Context) -> Findings:
-    """Residuals do not fit into the memory of the GPU.
-
-    Error feedback keeps a value for each gradient element that a rank sends. Activations need additional memory, which
-    is not counted here.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2}, "deepspeed_compress": {"gradients": {"error_feedback": {"dtype": "fp32"}}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2},
-        "deepspeed_compress": {"gradients": {"error_feedback": {"dtype": "fp32", "device": "cpu"}}}}
-    Context: {"gpu_memory": 25769803776, "world_size": 8, "model": {"hidden_size": 4096, "num_hidden_layers": 24,
-        "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}}
-    Proof: unproved it takes a GPU with little memory
-    """
-    parsed, elements = parsed_section(document), _elements(context.model)
-    if parsed is None or elements is None or context.gpu_memory is None:
-        return
-    key, memory = _memory(parsed)
-    if memory is None or memory.device != "accelerator":
-        return
-    residuals = _BYTES[memory.dtype] * elements // (document.stages * document.tensor_size)
-    needed = _training_bytes(document, context, elements)
-    if needed <= context.gpu_memory < needed + residuals:
-        what = (
-            f"residuals in {memory.dtype} take {residuals / 2**30:.1f} GiB, and weights, gradients and optimizer leave "
-            f"{(context.gpu_memory - needed) / 2**30:.1f} GiB of {context.gpu_memory / 2**30:.0f}"
-        )
-        yield finding((OUR_SECTION, "gradients", key), what, f'"{key}": {{"device": "cpu"}}, or "dtype": "int8"')
-
-
-def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
-    """Return the key of the gradient method's residuals, and their settings."""
-    from deepspeed_compress.config import CompressedGradients
-    from deepspeed_compress.config.schedules import OWN_MOMENTUM
-
-    gradients = parsed.gradients
-    key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
-    return key, gradients.residuals if isinstance(gradients, CompressedGradients) else None
-
-
-def _elements(model: Mapping[str, Any] | None) -> int | None:
-    """Return about how many parameters a decoder with this configuration has, or None if too little is known."""
-    model = text_model(model)
-    hidden = integer(model.get("hidden_size", model.get("n_embd")))
-    layers = integer(model.get("num_hidden_layers", model.get("n_layer")))
-    vocabulary = integer(model.get("vocab_size"))
-    if hidden is None or layers is None or vocabulary is None:
-        return None
-    heads = integer(model.get("num_attention_heads", model.get("n_head"))) or 1
-    kv_heads = integer(model.get("num_key_value_heads")) or heads
-    inner = integer(model.get("intermediate_size")) or 4 * hidden
-    # Models that specify an intermediate size have three matrices in the MLP; those like GPT-2 have two.
-    matrices = 3 if model.get("intermediate_size") else 2
-    layer = 2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads + matrices * hidden * inner
-    return layers * layer + vocabulary * hidden * (1 if model.get("tie_word_embeddings", True) else 2)
-
-
-def _training_bytes(document: Document, context: Context, elements: int) -> int:
-    """Return the least bytes that weights, gradients and Adam take on a rank in mixed precision."""
-    share = elements // (document.stages * document.tensor_size)
-    ranks = _data_parallel(document, context)
-    partitioned = share // ranks if ranks else 0
-    level = document.stage or 0
-    weights, gradients = (partitioned if level >= 3 else share), (partitioned if level >= 2 else share)
-    states = 0 if document.offload("offload_optimizer") else partitioned if level >= 1 else share
-    return 2 * weights + 2 * gradients + 12 * states
 
 
 @rule("DSC911", "info")

@@ -11,7 +11,7 @@ from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
 _TYPE = ("scheduler", "type")
 PARAMS = ("scheduler", "params")
 WARMUPS = frozenset({"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
-_OWN = WARMUPS | {"LRRangeTest", "OneCycle"}
+OWN = WARMUPS | {"LRRangeTest", "OneCycle"}
 _TYPES = ("log", "linear")
 
 
@@ -258,10 +258,10 @@ def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
     Proof: raises is not an Optimizer
     """
     wrapped = document.stage in (1, 2, 3) or document.fp16 or document.bf16
-    if _runs(document) and scheduler_name(document) not in _OWN and wrapped:
+    if _runs(document) and scheduler_name(document) not in OWN and wrapped:
         name = show(scheduler_name(document))
         what = f"{name} is a scheduler of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
-        instead = f"one of {listed(sorted(_OWN))}, or make it in the program"
+        instead = f"one of {listed(sorted(OWN))}, or make it in the program"
         yield finding(_TYPE, what, instead)
 
 

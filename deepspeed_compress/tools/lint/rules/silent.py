@@ -101,23 +101,6 @@ def inert_key(document: Document, context: Context) -> Findings:
             yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never uses it', instead)
 
 
-@rule("DSC804", "info")
-def aio_unused(document: Document, context: Context) -> Findings:
-    """The section aio has no effect, because nothing reads or writes with it.
-
-    Only offloading to NVMe and checkpoint writers use it (runtime/swap_tensor/aio_config.py).
-
-    Wrong: {"train_batch_size": 8, "aio": {"block_size": 1048576}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}
-    Proof: accepts the section has no effect
-    """
-    swaps = "nvme" in (document.offload("offload_param"), document.offload("offload_optimizer"))
-    writes = isinstance(document.get("checkpoint", "writer"), dict)
-    if document.section("aio") and not swaps and not writes:
-        yield key_finding(("aio",), "aio has no effect without offloading to nvme or a checkpoint writer", "nothing")
-
-
 _TAGS = ("WARN", "IGNORE", "FAIL")
 _WRITERS = {"type": ("MOCK", "PYTHON", "FAST"), "data_parallel": ("REPLICA", "SOCKET", "MACHINE")}
 
@@ -193,22 +176,6 @@ def log_level(document: Document, context: Context) -> Findings:
     value = document.get("log_level")
     if value not in (None, AUTO) and not (isinstance(value, str) and value.lower() in _LEVELS):
         yield finding(("log_level",), f"{show(value)} is not known (allowed: {listed(_LEVELS)})", '"warning"')
-
-
-@rule("DSC814", "info")
-def vocabulary_not_aligned(document: Document, context: Context) -> Findings:
-    """vocabulary_size is not a multiple of 8.
-
-    DeepSpeed only warns (runtime/config.py). Nothing else reads the key.
-
-    Wrong: {"train_batch_size": 8, "vocabulary_size": 50257}
-    Right: {"train_batch_size": 8, "vocabulary_size": 50264}
-    Proof: warns is not aligned to 8
-    """
-    size = document.number("vocabulary_size")
-    if size is not None and size % 8:
-        what = f"{show(size)} is not a multiple of 8, for which tensor cores are fastest"
-        yield finding(("vocabulary_size",), what, f"{-(-int(size) // 8) * 8}, and pad the embedding")
 
 
 @rule("DSC815", "error")

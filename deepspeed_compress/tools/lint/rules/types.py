@@ -8,7 +8,7 @@ from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import READ_RAW, ZERO, corrected, finding, key_finding
-from deepspeed_compress.tools.lint.rules.numbers import not_numbers
+from deepspeed_compress.tools.lint.rules.parameters import not_numbers
 from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, text_number, truth
 
 _NUMERIC = frozenset({"integer", "number"})

@@ -1,12 +1,10 @@
 """Rules on ZeRO: settings that contradict the stage, the optimizer or the number of ranks."""
 
-import sys
-
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest, keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.rules.common import ZERO, corrected, finding, key_finding
-from deepspeed_compress.tools.lint.values import AUTO, integer, means_auto, show
+from deepspeed_compress.tools.lint.values import integer, means_auto, show
 
 
 @rule("DSC400", "error")
@@ -203,74 +201,3 @@ def odd_allgather_bucket(document: Document, context: Context) -> Findings:
     if size is not None and size % 2 and document.stage in (1, 2):
         what = f"{size} is odd (allowed: even numbers)"
         yield corrected(document, (ZERO, "allgather_bucket_size"), what, size + 1, "Make it even")
-
-
-_BUCKET = 500_000_000
-_ONLY_STAGE_3 = {
-    "sub_group_size": 1_000_000_000,
-    "memory_efficient_linear": True,
-    "module_granularity_threshold": 0,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_model_persistence_threshold": sys.maxsize,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_use_all_reduce_for_fetch_params": False,
-    "stage3_allgather_sequential": False,
-}
-"""Keys of stage 3 with their defaults. Keys about saving a model are not included: below 3 nothing is partitioned."""
-
-
-@rule("DSC423", "info")
-def stage_3_keys_below_stage_3(document: Document, context: Context) -> Findings:
-    """Keys of stage 3 have no effect with stage 1 or 2.
-
-    Only the optimizer of stage 3 receives these settings (runtime/engine.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 200000000}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 200000000}}
-    Proof: accepts the keys have no effect
-    """
-    # Report all non-default keys of stage 3 in one finding, because configurations for several stages are common.
-    given = document.section(ZERO).items()
-    found = [key for key, value in given if value not in (_ONLY_STAGE_3.get(key, value), AUTO)]
-    if found and document.stage in (1, 2):
-        what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {document.stage}"
-        yield key_finding((ZERO, found[0]), what, "stage 3, or remove what belongs to it")
-
-
-@rule("DSC424", "warning")
-def overlap_buffers(document: Document, context: Context) -> Findings:
-    """The two buffers of overlap_comm take much of the GPU's memory.
-
-    With overlap_comm, one buffer of reduce_bucket_size is filled while the other is sent
-    (runtime/zero/stage_1_and_2.py). Both are kept for the whole backward pass.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "overlap_comm": true}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": 50000000}}
-    Context: {"gpu_memory": 17179869184}
-    Proof: unproved it takes a GPU with little memory
-    """
-    size = document.integer(ZERO, "reduce_bucket_size", default=_BUCKET)
-    contiguous = document.truth(ZERO, "contiguous_gradients", default=True) is True
-    doubled = contiguous and document.is_true(ZERO, "overlap_comm") and document.stage in (1, 2)
-    if context.gpu_memory is None or size is None or not doubled:
-        return
-    needed = 2 * size * (2 if document.fp16 or document.bf16 or document.left_open else 4)
-    if 10 * needed > context.gpu_memory:
-        what = (
-            f"overlap_comm keeps two buffers of reduce_bucket_size {size}: {needed / 2**30:.1f} GiB of "
-            f"{context.gpu_memory / 2**30:.0f}"
-        )
-        yield finding((ZERO, "overlap_comm"), what, f'"reduce_bucket_size": {_less(size, needed, context.gpu_memory)}')
-
-
-def _less(size: int, needed: int, memory: int) -> int:
-    """Return a round number of elements that takes at most a twentieth of the memory."""
-    wanted = size * memory // (20 * needed)
-    return next((step for step in (200_000_000, 100_000_000, 50_000_000, 20_000_000) if step <= wanted), 10_000_000)
