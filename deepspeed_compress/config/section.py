@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from deepspeed_compress.config import (
     file_problems,
     gradient_problems,
-    island_problems,
     layout_problems,
     policy_problems,
     service_problems,
@@ -33,7 +32,7 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
         policy_problems.schedule,
         policy_problems.adaptive_choice,
         policy_problems.auto_comparison,
-        island_problems.within_section,
+        service_problems.islands_within_section,
         layout_problems.sharding_within_section,
         layout_problems.idle_activations,
         service_problems.rate_limit,
@@ -55,7 +54,7 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
         policy_problems.empty_choice,
         policy_problems.guard_without_norms,
         file_problems.ownership,
-        island_problems.within_file,
+        service_problems.islands_within_file,
         layout_problems.sharding_within_file,
         layout_problems.activations_within_file,
     ),
@@ -121,8 +120,9 @@ def problems_by_kind(ds_config: Mapping[str, Any], world_size: int | None = None
 
 def _validated(ds_config: Mapping[str, Any]) -> tuple[CompressConfig | None, list[Diagnostic]]:
     """Return the section, or None and its problems."""
-    if SECTION not in ds_config:
-        return None, [_missing_section(ds_config)]
+    missing = find_missing(ds_config)
+    if missing is not None:
+        return None, [missing]
     raw = with_preset(ds_config)
     problems, section = list(_auto_values(raw, ())), None
     try:
@@ -201,7 +201,17 @@ def _patch_problems(section: CompressConfig) -> list[Diagnostic]:
 
 def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
     """Return a diagnostic for a missing section, with the likely typo; None if there is a section."""
-    return None if SECTION in ds_config else _missing_section(ds_config)
+    if SECTION in ds_config:
+        return None
+    meant = _meant(ds_config)
+    if meant:
+        what = f"the section is missing (found {show(meant[0])} instead)"
+        return problem((), what, f'"{SECTION}" in the file\'s outermost object, in place of {show(meant[0])}')
+    parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
+    if parts:
+        what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
+        return problem((), what, f'"{SECTION}": {{...}} around them')
+    return problem((), "the section is missing", f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
 
 
 def is_misspelled(ds_config: Mapping[str, Any]) -> bool:
@@ -213,15 +223,3 @@ def _meant(ds_config: Mapping[str, Any]) -> list[str]:
     """Return keys that are probably typos of the section, and sections inside other ones."""
     inside = [f"{key}/{SECTION}" for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     return [*difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8), *inside]
-
-
-def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
-    meant = _meant(ds_config)
-    if meant:
-        what = f"the section is missing (found {show(meant[0])} instead)"
-        return problem((), what, f'"{SECTION}" in the file\'s outermost object, in place of {show(meant[0])}')
-    parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
-    if parts:
-        what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
-        return problem((), what, f'"{SECTION}": {{...}} around them')
-    return problem((), "the section is missing", f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')

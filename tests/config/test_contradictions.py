@@ -304,12 +304,6 @@ def test_bits_of_exact_rollout_weights_have_no_effect() -> None:
             "8 has no effect without bits",
         ),
         (
-            {"activations": {"tensor": {}}, "parallelism": {"tensor": 1}},
-            {},
-            "activations/tensor",
-            f"no effect with /{SECTION}/parallelism/tensor: 1",
-        ),
-        (
             {"activations": {"tensor": {"bits": 8}}},
             {"tensor_parallel": {"autotp_size": 1}},
             "activations/tensor",
@@ -320,12 +314,6 @@ def test_bits_of_exact_rollout_weights_have_no_effect() -> None:
             {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
             "activations/tensor",
             "cannot be combined with /tensor_parallel/tp_overlap_comm: true",
-        ),
-        (
-            {"activations": {"pipeline": {}}, "parallelism": {"pipeline": 1}},
-            {},
-            "activations/pipeline",
-            f"no effect with /{SECTION}/parallelism/pipeline: 1",
         ),
         ({"activations": {"experts": {}}}, {}, "activations/experts", "no effect without dispatch or combine"),
         (

@@ -88,10 +88,14 @@ def add(document: Document, path: Path, key: str, value: object) -> Edits:
 def move(document: Document, path: Path, to: Path) -> Edits:
     """Return the edits that move the value at `path` to the key `to`, which must not exist.
 
-    A value with comments is not moved, because they would be lost.
+    A value with comments is not moved to another place, because they would be lost.
     """
-    member = document.member(*path)
-    if member is None or document.has(*to) or _has_comments(document, member):
+    member, depth = document.member(*path), len(path) - 1
+    if member is None or document.has(*to):
+        return ()
+    if to[:depth] == path[:-1] and not document.has(*to[: depth + 1]):
+        return _wrap(document.text, member, to[depth:])
+    if _has_comments(document, member):
         return ()
     removed, added = remove(document, path), add(document, to[:-1], str(to[-1]), document.get(*path))
     return (*removed, *added) if removed and added else ()
@@ -101,6 +105,16 @@ def _has_comments(document: Document, member: Member) -> bool:
     """Return True if there is a comment between the start of a key and the end of its value."""
     inside = range(member.key_span.start, member.value.span.end)
     return any(one.kind == "comment" and one.span.start in inside for one in document.extensions)
+
+
+def _wrap(text: str, member: Member, keys: Path) -> Edits:
+    """Return the edits that wrap a value into new objects in place. The last of `keys` is the innermost."""
+    *outer, last = (to_json(str(key)) for key in keys)
+    renamed = Edit(member.key_span, "".join(f"{key}: {{" for key in outer) + last)
+    if not outer:
+        return (renamed,)
+    end = member.value.span.end
+    return () if unquoted(text, member.value) else (renamed, Edit(Span(end, end), "}" * len(outer)))
 
 
 def _comma(text: str, end: int) -> int | None:

@@ -6,7 +6,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path
+from deepspeed_compress.diagnostics import Diagnostic, Fix
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.fixes import replace as put
@@ -130,25 +130,7 @@ def compress_unsupported(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 3}, "deepspeed_compress": {}}
     Proof: raises UnsupportedError
     """
-    found = _problems("unsupported", document, context)
-    yield from (problem for problem in found if problem.place.path != _AUTOCAST)
-
-
-@rule("DSC912", "error")
-def compress_scaled_autocast(document: Document, context: Context) -> Findings:
-    """torch_autocast is in fp16 without ZeRO, with tensor or pipeline parallelism and deepspeed_compress.
-
-    Each rank then has its own gradient scaler of torch, which skips steps independently, so the engine is refused.
-
-    Wrong: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "torch_autocast": {"enabled": true, "dtype": "fp16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
-    Right: {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "torch_autocast": {"enabled": true, "dtype": "bf16"}, "deepspeed_compress": {"parallelism": {"tensor": 2}}}
-    Context: {"world_size": 4, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
-    Proof: raises a loss scale of its own
-    """
-    found = _problems("unsupported", document, context)
-    yield from (problem for problem in found if problem.place.path == _AUTOCAST)
+    yield from _problems("unsupported", document, context)
 
 
 @rule("DSC913", "info")
@@ -219,5 +201,3 @@ def compress_rollout_rounding(document: Document, context: Context) -> Findings:
 
 _FEW_CHANGES = 1e-5
 """Learning rate up to which exact changes of 16-bit weights are about as small as rounded ones."""
-_AUTOCAST: Path = ("torch_autocast", "dtype")
-"""Path of a problem that `config.file_problems` also finds. It has its own rule here."""
