@@ -27,9 +27,11 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
     if problems:
         raise_problems(problems)
     expanded = copy.deepcopy(dict(ds_config))
+    # DeepSpeed would treat a size of 1 as tensor parallelism, and a pipeline as a plain model.
+    uses_autotp = configuration.parallelism.tensor > 1 and configuration.parallelism.pipeline == 1
     for native in NATIVE_KEYS:
         value = native.given(configuration.parallelism)
-        if value is not None and (native is not TENSOR or _uses_autotp(configuration.parallelism)):
+        if value is not None and (native is not TENSOR or uses_autotp):
             expanded.setdefault(native.section, {})[native.key] = value
     if _may_overlap(expanded, section):
         expanded["zero_optimization"].setdefault("overlap_comm", True)
@@ -51,14 +53,6 @@ def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
         and value_at(zero, ("offload_optimizer", "device")) in (None, "none")
         and ds_config.get("managed_gradient_accumulation", True) is True
     )
-
-
-def _uses_autotp(parallelism: Parallelism) -> bool:
-    """Return True if DeepSpeed must be told of tensor parallelism.
-
-    DeepSpeed would treat a size of 1 as tensor parallelism, and a pipeline as a plain model.
-    """
-    return parallelism.tensor > 1 and parallelism.pipeline == 1
 
 
 def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str, Any] | None = None) -> int:

@@ -3,7 +3,7 @@
 The engine would be refused when compression is attached (`backends.deepspeed.limits`); this reports it earlier.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION
@@ -110,62 +110,36 @@ def _is_on(value: object, off: object) -> bool:
     return value not in (None, "auto", 0, off)
 
 
-def _gathers_weights(configuration: Configuration) -> bool:
-    return configuration.stage == 3 and configuration.section.weights.method != "none"
-
-
-def _always(configuration: Configuration) -> bool:
-    return True
-
-
-_Feature = tuple[Path, object, Callable[[Configuration], bool], str, str]
-_FEATURES: tuple[_Feature, ...] = (
-    *(
-        ((_ZERO, key), off, _gathers_weights, why, f'{show(off)}, or {SECTION}.weights.method "none"')
-        for key, (off, why) in _OWN_GATHERS.items()
-    ),
-    (
-        (_ZERO, "zero_hpz_partition_size"),
-        1,
-        lambda configuration: configuration.divides_job,
-        "ZeRO++ would gather weights across islands, which differ",
-        f"1, or no {SECTION}.islands",
-    ),
-    ((_ZERO, "zero_quantized_gradients"), False, _always, "ZeRO++ quantizes gradients already", "false"),
-    (
-        (_ZERO, "zenflow"),
-        None,
-        _always,
-        "ZenFlow reduces gradients on a code path of its own",
-        "nothing: remove the key",
-    ),
-    (
-        (_ZERO, "offload_optimizer", "super_offload"),
-        False,
-        _always,
-        "SuperOffload reduces gradients on a code path of its own",
-        "false",
-    ),
-    (
-        ("compile", "deepcompile"),
-        False,
-        _always,
-        "DeepCompile reduces gradients inside the compiled graph",
-        "false",
-    ),
-)
-"""Place of each feature, value that turns it off, settings that it disturbs, reason, and what to write instead."""
+_FEATURES: Mapping[Path, tuple[object, str]] = {
+    (_ZERO, "zero_quantized_gradients"): (False, "ZeRO++ quantizes gradients already"),
+    (_ZERO, "zenflow"): (None, "ZenFlow reduces gradients on a code path of its own"),
+    (_ZERO, "offload_optimizer", "super_offload"): (False, "SuperOffload reduces gradients on a code path of its own"),
+    ("compile", "deepcompile"): (False, "DeepCompile reduces gradients inside the compiled graph"),
+}
+"""Places of features that reduce gradients in incompressible ways, with the value that turns each off, and why."""
 
 
 def features(configuration: Configuration) -> Iterator[Diagnostic]:
     """Find features that reduce gradients or gather weights in incompressible ways, if anything acts on them."""
     if not configuration.compresses and configuration.parallelism.shard_within is None:
         return
-    for path, off, disturbs, why, instead in _FEATURES:
-        value = value_at(configuration.ds_config, path)
-        if _is_on(value, off) and disturbs(configuration):
-            what = f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why} (allowed: {show(off)})"
-            yield Diagnostic(at(*path), what, write(instead))
+    for path, (off, why) in _FEATURES.items():
+        yield from _in_use(configuration, path, off, why, show(off))
+    if configuration.stage == 3 and configuration.section.weights.method != "none":
+        for key, (off, why) in _OWN_GATHERS.items():
+            yield from _in_use(
+                configuration, (_ZERO, key), off, why, f'{show(off)}, or {SECTION}.weights.method "none"'
+            )
+    elif configuration.divides_job:
+        why = "ZeRO++ would gather weights across islands, which differ"
+        yield from _in_use(configuration, (_ZERO, "zero_hpz_partition_size"), 1, why, f"1, or no {SECTION}.islands")
+
+
+def _in_use(configuration: Configuration, path: Path, off: object, why: str, instead: str) -> Iterator[Diagnostic]:
+    value = value_at(configuration.ds_config, path)
+    if _is_on(value, off):
+        what = f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why} (allowed: {show(off)})"
+        yield Diagnostic(at(*path), what, write(instead))
 
 
 AUTOCAST: Path = ("torch_autocast", "dtype")

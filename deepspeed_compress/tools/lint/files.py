@@ -15,7 +15,9 @@ from deepspeed_compress.safe_files import check_regular
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rules.accelerate import SECTION, embedded, is_used, named_file
+from deepspeed_compress.tools.lint.rules.auto import BY_TRAINER
 from deepspeed_compress.tools.lint.scanner import parse
+from deepspeed_compress.tools.lint.values import AUTO
 
 STDIN = "-"
 MAX_BYTES = 64 * 2**20
@@ -30,20 +32,6 @@ _KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compr
 """Keys that occur only in DeepSpeed configurations."""
 _MARKED = re.compile("|".join(_KEYS).encode())
 _MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_KEYS, SECTION))})[\"']?[ \t]*:".encode(), re.MULTILINE)
-_FILLED = frozenset(
-    {
-        "bf16",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "optimizer",
-        "scheduler",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "zero_optimization",
-    }
-)
-"""Keys in which Hugging Face fills in "auto"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +199,7 @@ def _fits(path: str) -> bool:
 
 
 def detected_framework(document: Document) -> Framework | None:
-    """Return `hf` if there is an "auto" that neither DeepSpeed nor its autotuner fills in, else None."""
+    """Return `hf` if there is an "auto" that Hugging Face fills in, but not DeepSpeed's autotuner, else None."""
     if document.get("autotuning", "enabled") is True:
         return None
-    autos = (path for path, member in document.walk() if member.value.value == "auto")
-    return "hf" if any(path[0] in _FILLED and "zenflow" not in path for path in autos) else None
+    return "hf" if any(document.get(*path) == AUTO for path in BY_TRAINER) else None

@@ -149,7 +149,7 @@ def test_a_file_that_is_not_a_state_file_is_refused(tmp_path: Path, capsys: pyte
     ("address", "text"),
     [
         ("here", "is not an address"),
-        ("127.0.0.1:70000", "has port 70000 (allowed: 1 to 65535)"),
+        ("127.0.0.1:70000", "a port from 1 to 65535)"),
         ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"),
         ("127.0.0.1:1", "refused"),
     ],

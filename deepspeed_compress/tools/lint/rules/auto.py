@@ -34,7 +34,7 @@ _BY_BOTH: frozenset[Path] = frozenset(
     }
 )
 """Keys that Accelerate fills in, and therefore also the Trainer of Transformers, which uses it."""
-_BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "params", "eps")}
+BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "params", "eps")}
 # Keys of which "auto" is a regular value.
 _ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
 # Keys whose values are names chosen by users.
@@ -105,7 +105,7 @@ def auto_not_filled(document: Document, context: Context) -> Findings:
     Proof: raises not found in kwargs
     """
     # Report all keys in one finding, because a block of keys at the wrong place has many.
-    filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
+    filled = BY_TRAINER if context.framework == "hf" else _BY_BOTH
     everything = leaves(document.data) if hugging_face(context) else ()
     left = [path for path, value in everything if value == AUTO and path not in filled]
     left = [path for path in left if path[0] != OUR_SECTION and path != _OF_INFERENCE]
