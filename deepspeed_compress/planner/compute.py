@@ -97,26 +97,38 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     tokens, tensor, software = layout.micro * seq, layout.tensor, device.software
     products = matrix_products(model, tokens, tensor)
     once = sum(device.product(*sizes) * count for sizes, count in products)
-    twice = sum(
-        (device.product(rows, inner, columns) + device.product(inner, columns, rows)) * count
-        for (rows, columns, inner), count in products
-    )
+    back = sum(device.product(rows, inner, columns) * count for (rows, columns, inner), count in products)
+    if not model.rank:
+        # Frozen weights have no gradients.
+        back += sum(device.product(inner, columns, rows) * count for (rows, columns, inner), count in products)
     scores, scores_back = attention_cost(device, model, seq, layout)
     moved = _elementwise(model, software.elementwise, tensor, layout.sequence_parallel) * tokens * device.width
-    accumulate = software.accumulate * device.width * model.layer_parameters / tensor * (layout.accumulation > 1)
+    accumulate = software.accumulate * device.width * model.trained_layer_parameters / tensor
+    accumulate *= layout.accumulation > 1
+    unpacked = _unpacked(model, device.gpu.element) / tensor
     # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
-    kernels = software.kernels + (0 if software.attention else 4)
+    kernels = software.kernels + (0 if software.attention else 4) + _adapter_kernels(model)
     start, issue = device.constants.kernel, device.issued(software.dispatch)
-    forward = Work(once, scores, device.moved(moved), kernels * start, kernels * issue)
+    forward = Work(once, scores, device.moved(moved + unpacked), kernels * start, kernels * issue)
     backward = Work(
-        twice,
+        back,
         scores_back,
-        device.moved(software.elementwise.backward * moved + accumulate),
+        device.moved(software.elementwise.backward * moved + accumulate + unpacked),
         2 * kernels * start,
         # There are twice as many kernels, but autograd issues each in half the time, because it runs without Python.
         kernels * issue,
     )
     return LayerCost(forward, backward)
+
+
+def _unpacked(model: Model, element: int) -> float:
+    """Return the bytes that a pass over a layer reads and writes to unpack frozen weights of few bits (QLoRA)."""
+    return (model.base_bits / 8 + element) * model.layer_parameters if model.base_bits else 0.0
+
+
+def _adapter_kernels(model: Model) -> int:
+    """Return the kernels of LoRA in the forward of a layer: two products, the scale and the sum for each matrix."""
+    return 4 * len(model.adapted) if model.rank else 0
 
 
 def matrix_products(model: Model, tokens: float, tensor: int) -> list[tuple[tuple[float, float, float], float]]:
@@ -167,7 +179,9 @@ def head_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerCo
     tokens, columns = layout.micro * seq, model.vocab / layout.tensor
     loss = device.moved(device.software.loss * tokens * columns / 2)
     forward = device.product(tokens, columns, model.hidden)
-    backward = device.product(tokens, model.hidden, columns) + device.product(columns, model.hidden, tokens)
+    backward = device.product(tokens, model.hidden, columns)
+    if not model.rank:
+        backward += device.product(columns, model.hidden, tokens)
     return LayerCost(Work(matmul=forward, elementwise=loss), Work(matmul=backward, elementwise=loss))
 
 

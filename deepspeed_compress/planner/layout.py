@@ -92,6 +92,7 @@ class Stage:
     Attributes:
         layers: Decoder layers.
         parameters: Parameters of the rank.
+        trained: Those of them that are trained: all, or the adapters.
         tied: Those of them that another stage holds, too: a tied embedding.
         has_head: Whether it computes the head.
         behind: Number of stages after it.
@@ -99,6 +100,7 @@ class Stage:
 
     layers: int
     parameters: float
+    trained: float
     tied: float
     has_head: bool
     behind: int
@@ -118,8 +120,10 @@ def _stage(model: Model, layout: Layout, number: int, layers: int) -> Stage:
     is_first, is_last = number == 0, number == layout.pipeline - 1
     tied = model.vocab * model.hidden if model.tied and is_first != is_last else 0
     ends = model.embedding_parameters * is_first + (model.head_parameters + tied * (not is_first)) * is_last
-    parameters = (layers * model.layer_parameters + ends) / layout.tensor
-    return Stage(layers, parameters, tied / layout.tensor, is_last, layout.pipeline - 1 - number)
+    trained = (layers * model.trained_layer_parameters + (0 if model.rank else ends)) / layout.tensor
+    # Adapters come on top of what is frozen.
+    parameters = (layers * model.layer_parameters + ends) / layout.tensor + (trained if model.rank else 0)
+    return Stage(layers, parameters, trained, tied / layout.tensor, is_last, layout.pipeline - 1 - number)
 
 
 def _layers(model: Model, layout: Layout) -> Iterator[tuple[int, int]]:

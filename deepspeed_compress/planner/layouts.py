@@ -51,17 +51,21 @@ class Layouts:
         """Yield the variants of a layout that send fewer bytes between replicas. Islands need DeepSpeed."""
         if layout.engine != self.engine or layout.data == 1:
             return
-        weights = WEIGHT_BITS if layout.zero and not layout.shard_within else (0,)
+        # Frozen weights travel exactly, and those of adapters are few.
+        weights = WEIGHT_BITS if layout.zero and not layout.shard_within and not self.model.rank else (0,)
         for gradient_bits in GRADIENT_BITS:
             for weight_bits in weights:
                 if gradient_bits or weight_bits:
                     yield replace(layout, gradient_bits=gradient_bits, weight_bits=weight_bits)
-        if self.engine == "deepspeed" and layout.pipeline == 1 and layout.zero and not layout.shard_within:
+        may_have_islands = layout.pipeline == 1 and layout.zero and not layout.shard_within and not self.model.rank
+        if self.engine == "deepspeed" and may_have_islands:
             yield from self._islands(layout)
 
     def _refusal(self, tensor: int, pipeline: int) -> str | None:
         model, divided, per_node = self.model, max(tensor, pipeline) > 1, self.cluster.per_node
         stage = self.cluster.gpus // pipeline
+        if divided and model.rank:
+            return "LoRA is predicted without tensor and pipeline ranks"
         if per_node % tensor:
             return "tensor ranks do not share a node"
         if per_node % stage and stage % per_node:
@@ -112,8 +116,10 @@ class Layouts:
         """Yield layouts with interleaved stages or sequence parallelism, which only Megatron has."""
         if layout.pipeline == layout.tensor == 1 and self.engine != "megatron":
             return
-        if self.model.experts > 1 or self.model.layers % layout.pipeline:
-            self.refused["Megatron is predicted without experts, and with equally many layers in all stages"] += 1
+        if self.model.rank or self.model.experts > 1 or self.model.layers % layout.pipeline:
+            self.refused[
+                "Megatron is predicted without LoRA and experts, and with equally many layers in all stages"
+            ] += 1
             return
         for virtual in _interleavings(self.model.layers, layout):
             for recompute in ("none", "selective", "full"):

@@ -30,6 +30,8 @@ class Model:
         active: Number of experts that a token uses.
         dropout: Whether the model has dropout.
         longest: Most tokens of a sequence.
+        rank: Rank of LoRA's adapters, which every matrix of the layers has; 0 if all parameters are trained.
+        base_bits: Bits of a frozen element, such as 4.5 for nf4 with its scales; 0 for those of the GPUs' precision.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Model:
     active: int = 1
     dropout: bool = False
     longest: int = 10**9
+    rank: int = 0
+    base_bits: float = 0.0
 
     @property
     def qkv(self) -> int:
@@ -69,6 +73,29 @@ class Model:
         """Parameters of a decoder layer. Biases are neglected."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_parameters + self.experts * self.mlp_parameters + router + 2 * self.hidden
+
+    @property
+    def adapted(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each matrix of a layer that LoRA gives an adapter (2106.09685)."""
+        width, part = self.heads * self.head_size, self.kv_heads * self.head_size
+        if self.reads_separately:
+            read, up = (width, part, part), (self.ffn, self.ffn)
+        else:
+            read, up = (self.qkv,), (2 * self.ffn if self.gated else self.ffn,)
+        mlp = (*((self.hidden, size) for size in up), (self.ffn, self.hidden))
+        return (*((self.hidden, size) for size in read), (width, self.hidden), *mlp * self.experts)
+
+    @property
+    def trained_layer_parameters(self) -> int:
+        """Parameters of a decoder layer that are trained: those of its adapters, or all."""
+        if not self.rank:
+            return self.layer_parameters
+        return self.rank * sum(rows + columns for rows, columns in self.adapted)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of all parameters that are trained."""
+        return self.layers * self.trained_layer_parameters if self.rank else self.parameters
 
     def small_parameters(self, limit: float) -> int:
         """Return the parameters of a layer in tensors of at most `limit` elements."""

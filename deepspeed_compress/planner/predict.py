@@ -88,7 +88,7 @@ class Needs:
         # Backward computes one layer again, with all its activations.
         again = tokens * self._everything if layout.recompute == "full" else 0.0
         logits = tokens * self.model.vocab / layout.tensor * self._logit * stage.has_head
-        states, buffers = self._states(stage.parameters), self._buffers(stage.parameters)
+        states, buffers = self._states(stage), self._buffers(stage)
         if logits > again:
             return Memory(states, kept, logits, buffers)
         return Memory(states, kept + again, 0.0, buffers)
@@ -106,13 +106,14 @@ class Needs:
         """Bytes of a logit, its fp32 copy if it is not fp32, and its gradient. Megatron's loss works in place."""
         return 6 if self._is_megatron else self._element + (8 if self._element < FULL else 4)
 
-    def _states(self, parameters: float) -> float:
+    def _states(self, stage: Stage) -> float:
         """Return the bytes of weights, gradients and optimizer states."""
         layout, element = self.layout, self._element
-        owned = parameters / (layout.shards if layout.zero else 1)
-        weights = element * parameters / (layout.shards if layout.zero == 3 else 1)
+        owned = stage.trained / (layout.shards if layout.zero else 1)
+        frozen = (self.model.base_bits / 8 or element) * (stage.parameters - stage.trained)
+        weights = (element * stage.trained + frozen) / (layout.shards if layout.zero == 3 else 1)
         gradient = FULL if self._is_megatron else element
-        gradients = gradient * parameters / (layout.shards if layout.zero >= 2 else 1)
+        gradients = gradient * stage.trained / (layout.shards if layout.zero >= 2 else 1)
         return weights + gradients + self._optimizer * owned
 
     @property
@@ -122,11 +123,11 @@ class Needs:
             return 8
         return 12 if self._is_megatron else 16
 
-    def _buffers(self, parameters: float) -> float:
+    def _buffers(self, stage: Stage) -> float:
         """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""
-        layout, per_node, software = self.layout, self.cluster.per_node, self.software
+        layout, per_node, software, parameters = self.layout, self.cluster.per_node, self.software, stage.trained
         bucket = min(parameters, bucket_size(parameters, layout.shards, layout.gradient_bits, software.bucket))
-        layers = min(parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
+        layers = min(stage.parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
         # Megatron sends from the gradients themselves.
         sends = layout.shards > 1 and not self._is_megatron
         buffers = self._element * (bucket + (layers if layout.zero == 3 else bucket)) * sends

@@ -185,7 +185,7 @@ def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, betw
 
 
 def _optimizer(device: Device, stage: Stage, layout: Layout) -> Term:
-    owned = stage.parameters / (layout.shards if layout.zero else 1)
+    owned = stage.trained / (layout.shards if layout.zero else 1)
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
     return local("optimizer", "memory", seconds, formula, "software.py")

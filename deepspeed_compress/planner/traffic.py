@@ -115,7 +115,7 @@ class DataParallel:
             yield self._between_islands()
 
     def _gradients(self) -> Traffic:
-        layout, parameters = self.layout, self.stage.parameters
+        layout, parameters = self.layout, self.stage.trained
         group = self._replicas
         repeated = layout.accumulation if self._reduces_often else 1
         bits = 0 if layout.shard_within else layout.gradient_bits
@@ -150,7 +150,7 @@ class DataParallel:
         """
         if not bits:
             return plain, plain
-        tied, narrow = self.stage.tied / self.stage.parameters, bits + SCALE_BITS
+        tied, narrow = self.stage.tied / self.stage.trained, bits + SCALE_BITS
         most = min(1.0, self.layout.shards * tied) if self.layout.zero else tied
         return narrow + tied * (plain - narrow), narrow + most * (plain - narrow)
 
@@ -160,8 +160,8 @@ class DataParallel:
 
     def _pieces(self, bits: int, theirs: float) -> int:
         """Return the number of messages of all parameters, of `theirs` elements if they are not compressed."""
-        size = bucket_size(self.stage.parameters, self.layout.shards, bits, theirs)
-        return math.ceil(self.stage.parameters / size)
+        size = bucket_size(self.stage.trained, self.layout.shards, bits, theirs)
+        return math.ceil(self.stage.trained / size)
 
     def _gradient_window(self, bits: int) -> Window:
         """Return where gradients of `bits` bits hide. DeepSpeed waits for gloo, whose own threads we use."""
@@ -191,13 +191,13 @@ class DataParallel:
     def _replicas(self) -> Group:
         return self.links.group(self.layout.shards, self.layout.tensor)
 
-    def _delivered(self, elements: float) -> Message:
-        """Return the cost of giving all ranks each other's parts of weights.
+    def _delivered(self, elements: float, plain: float) -> Message:
+        """Return the cost of giving all ranks each other's parts of weights, of `plain` bits if not compressed.
 
         The cost is that of a ring, except for compressed weights with gloo, which go straight to every rank.
         """
         bits = self.layout.weight_bits
-        mean, worst = (elements * width / 8 for width in self._widths(bits, 8 * self.device.gpu.element))
+        mean, worst = (elements * width / 8 for width in self._widths(bits, plain))
         if not bits or not self.links.is_gloo:
             return self.links.gather(mean, self._replicas)
         slowest = self.links.exchange(worst, self._replicas)
@@ -205,9 +205,9 @@ class DataParallel:
 
     def _updated(self) -> Traffic:
         """Return the gather of updated weights under ZeRO 1 and 2."""
-        layout, parameters, bits = self.layout, self.stage.parameters, self.layout.weight_bits
+        layout, parameters, bits = self.layout, self.stage.trained, self.layout.weight_bits
         pieces = self._pieces(bits, self.device.software.bucket)
-        message = self._delivered(parameters / pieces).times(pieces)
+        message = self._delivered(parameters / pieces, 8 * self.device.gpu.element).times(pieces)
         hides = (bits and layout.pipeline == 1) or self.device.software.overlaps
         coding = self.device.coded(DECODE * parameters) if bits else 0.0
         formula = f"{parameters:.3g} elements gathered once"
@@ -225,7 +225,7 @@ class DataParallel:
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
         prefetched = min(LARGEST_BUCKET, bucket_size(stage.parameters, layout.shards, bits, LARGEST_BUCKET))
         pieces = min(stage.layers, math.ceil(stage.parameters / prefetched))
-        message = self._delivered(parameters / pieces).times(pieces * count)
+        message = self._delivered(parameters / pieces, self._gathered_bits).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{parameters:.3g} elements gathered {count:.3g} times"
         yield Traffic("gathered weights", message, "all", pieces, coding, formula)
@@ -233,6 +233,11 @@ class DataParallel:
             once = self.links.gather(small * self.device.gpu.element, self._replicas)
             formula = f"{small:.3g} elements gathered once"
             yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
+
+    @property
+    def _gathered_bits(self) -> float:
+        """Bits of an uncompressed element that ZeRO 3 gathers: with LoRA, nearly all are frozen."""
+        return self.model.base_bits or 8 * self.device.gpu.element
 
     def _tied(self) -> Traffic:
         """Return the sum of both gradients of an embedding that the first and the last stage share."""
@@ -242,7 +247,7 @@ class DataParallel:
 
     def _between_nodes(self) -> Traffic:
         """Return the mean of each shard's gradients over the nodes (hybrid sharding)."""
-        layout, elements = self.layout, self.stage.parameters / self.layout.shards
+        layout, elements = self.layout, self.stage.trained / self.layout.shards
         count = layout.island_size // layout.shards
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
@@ -258,7 +263,7 @@ class DataParallel:
 
     def _between_islands(self) -> Traffic:
         """Return the exchanges of changed weights in 4 bits, spread over the steps between them."""
-        layout, elements = self.layout, self.stage.parameters / (self.layout.shards if self.layout.zero else 1)
+        layout, elements = self.layout, self.stage.trained / (self.layout.shards if self.layout.zero else 1)
         group = self.links.group(layout.islands, layout.tensor * layout.island_size)
         payload = elements * (4 + SCALE_BITS) / 8
         message = self.links.exchange(payload, group).times(2)

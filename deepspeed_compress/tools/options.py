@@ -132,6 +132,8 @@ def _add_cluster_arguments(subjects: Any) -> None:
         "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
         "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --output plan",
+        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 64 --seq 2048 --software hf "
+        "--lora-rank 16",
         "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
     ]
     cluster = add_subcommand(subjects, "cluster", "tools.plan_cluster:run", what, examples)
@@ -145,8 +147,12 @@ def _add_cluster_arguments(subjects: Any) -> None:
     what = "batch of a step: sequences (1024), or tokens (4M-tokens; M is 1,048,576)"
     cluster.add_argument("--batch", required=True, metavar="BATCH", help=what)
     cluster.add_argument("--seq", type=positive_integer, required=True, metavar="N", help="tokens of a sequence")
-    what = "tokens of the whole run, such as 300B (default: 20 for each parameter)"
+    what = "tokens of the whole run, such as 300B (default: 20 for each trained parameter)"
     cluster.add_argument("--tokens", metavar="N", help=what)
+    what = "train adapters of this rank on all matrices of the layers, and freeze the model (LoRA)"
+    cluster.add_argument("--lora-rank", type=positive_integer, metavar="R", help=what)
+    what = "bits of a frozen element with its scales, such as 4.5 for nf4 (QLoRA; default: as the GPUs compute)"
+    cluster.add_argument("--base-bits", type=positive_number, metavar="BITS", help=what)
     what = "program that trains: launch/train_gpt.py or your own loop, Hugging Face Trainer, or Megatron-core"
     cluster.add_argument("--software", choices=("deepspeed", "hf", "megatron"), default="deepspeed", help=what)
     what = "generation of its flash-attention kernel, or 0 for separate kernels (default: %(default)s)"

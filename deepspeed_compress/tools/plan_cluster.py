@@ -62,6 +62,13 @@ def _check(options: argparse.Namespace, job: Job) -> None:
         )
     if options.output is not None and job.engine == "megatron":
         raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
+    if options.base_bits and not job.model.rank:
+        raise ConfigError("--base-bits: only LoRA leaves the model frozen; write --lora-rank, too, or leave it out")
+    if job.model.rank and (options.measure or (options.output and options.software != "hf")):
+        raise ConfigError(
+            "--lora-rank: --measure and launch/train_gpt.py train all parameters; leave out --measure, and write "
+            "--software hf with --output"
+        )
     if options.measure is not None and options.software != "deepspeed":
         raise ConfigError(f"--measure: takes steps of --software deepspeed, not {options.software}; leave one out")
     if options.measure is not None and not options.measure.parent.is_dir():
@@ -114,14 +121,14 @@ def _job(options: argparse.Namespace) -> Job:
     Raises:
         ConfigError: An option cannot be read, or sequences are longer than the model allows.
     """
-    model = read_model(options.model)
+    model = replace(read_model(options.model), rank=options.lora_rank or 0, base_bits=options.base_bits or 0.0)
     if options.seq > model.longest:
         raise ConfigError(
             f"--seq: {options.seq} tokens are more than the {model.longest} positions of {options.model}; write fewer, "
             "or change the model"
         )
     batch = read_batch(options.batch, options.seq)
-    tokens = read_count(options.tokens) if options.tokens else 20.0 * model.parameters
+    tokens = read_count(options.tokens) if options.tokens else 20.0 * model.trained_parameters
     software = replace(SOFTWARE[options.software], attention=options.attention)
     cluster = _cluster(options)
     constants = read_constants(options.constants, cluster.gpu.name) if options.constants else Constants()

@@ -24,7 +24,8 @@ b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights
 
 def print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
     """Print the best layouts, with measured steps if there are any, and what the table's marks mean."""
-    title = f"{job.model.name}, {short(job.model.parameters)} parameters, on {job.cluster}"
+    trained = f" ({short(job.model.trained_parameters)} of them in adapters)" if job.model.rank else ""
+    title = f"{job.model.name}, {short(job.model.parameters)} parameters{trained}, on {job.cluster}"
     batch = f"{sequences(job)} of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
     figures = ("step in s (80 %)", *(["measured"] if measured else []), "tokens/s", "memory", "node sends", "days")
     columns = ("", "layout", *figures, "limited by")
