@@ -30,7 +30,7 @@ _TABLE = ("tool", "ds-compress", "lint")
 _PER_FILE = "per-file-ignores"
 _KEYS = (
     *("select", "ignore", _PER_FILE, "exclude", "force-exclude"),
-    *("exit-on", "framework", "world-size", "ranks-per-node"),
+    *("exit-on", "framework", "world-size", "ranks-per-node", "bandwidth"),
 )
 _EXIT_ON = "warning"
 _DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" values', "accelerate": "keys of Accelerate"}
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
         options.ranks_per_node,
         options.framework,
         None if options.model is None else read_config(options.model),
+        options.bandwidth,
     )
     found = sources(options.files, options.exclude, options.force_exclude)
     linted = [_lint(source, context, selection, options) for source in found]

@@ -3,7 +3,7 @@
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, hugging_face, key_finding
+from deepspeed_compress.tools.lint.rules.common import ZERO, finding, hugging_face, key_finding
 from deepspeed_compress.tools.lint.rules.ours import parsed_section
 
 
@@ -141,3 +141,36 @@ def compress_ends_between_exchanges(document: Document, context: Context) -> Fin
     if rest and total - islands.delay > max(every, islands.warmup_steps):
         what = f"the last exchange is over {rest} steps before the end of {total} (islands.sync_every is {every})"
         yield finding(path, what, str(total - rest))
+
+
+_SLOW = 100
+"""Bandwidth in Gbit/s below which gathers of ZeRO 3 between nodes take longer than the computation of most steps."""
+
+
+@rule("DSC918", "info")
+def gathers_between_nodes(document: Document, context: Context) -> Findings:
+    """Stage 3 gathers all weights over a slow network in every pass.
+
+    Forward and backward of each micro-batch gather every weight, frozen ones too. If the GPUs of a node hold the model,
+    sharding inside nodes leaves only gradients for the network: with LoRA, those of the adapters.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "deepspeed_compress": {"parallelism": {"shard_within": 4}}}
+    Context: {"world_size": 8, "ranks_per_node": 4, "bandwidth": 10.0}
+    Proof: accepts the weights cross the network
+    """
+    ranks, within, rate = context.world_size, context.ranks_per_node, context.bandwidth
+    if ranks is None or within is None or ranks <= within or document.stage != 3:
+        return
+    if rate is None or rate >= _SLOW:
+        return
+    parallelism = document.section(OUR_SECTION, "parallelism")
+    if parallelism.get("shard_within") is None and not document.has(OUR_SECTION, "islands"):
+        what = (
+            f"3 gathers all weights over the network in each forward and backward pass: at {rate:g} Gbit/s, those of "
+            f"7 billion parameters in bf16 take {7e9 * 2 * 8 / rate / 1e9:.0f} s each time"
+        )
+        instead = '"shard_within": "node" in the section\'s parallelism, if the GPUs of a node hold the model'
+        yield finding((ZERO, "stage"), what, instead)
