@@ -78,10 +78,8 @@ class Model:
     def adapted(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of each matrix of a layer that LoRA gives an adapter (2106.09685)."""
         width, part = self.heads * self.head_size, self.kv_heads * self.head_size
-        if self.reads_separately:
-            read, up = (width, part, part), (self.ffn, self.ffn)
-        else:
-            read, up = (self.qkv,), (2 * self.ffn if self.gated else self.ffn,)
+        read = (width, part, part) if self.reads_separately else (self.qkv,)
+        up = (self.ffn, self.ffn) if self.reads_separately else ((1 + self.gated) * self.ffn,)
         mlp = (*((self.hidden, size) for size in up), (self.ffn, self.hidden))
         return (*((self.hidden, size) for size in read), (width, self.hidden), *mlp * self.experts)
 

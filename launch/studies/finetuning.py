@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[Sequence[str]]:
     """Return the rows, by rate."""
-    rows = []
+    rows: list[Sequence[str]] = []
     for rate in next(iter(found.values())):
         for name, rates in found.items():
             figures, alone = rates[rate], found.get(ALONE, {}).get(rate)
