@@ -127,14 +127,20 @@ class Environment:
     def _stub(self) -> None:
         """Replace a package that cannot be imported by an empty one."""
         code = f"import importlib.util as u; s = u.find_spec({_STUB!r}); print(s.origin if s else '')"
-        origin = self.call(Command([self.python, "-c", code], {}), self.directory).stdout.strip()
-        if origin and self.call(Command([self.python, "-c", f"import {_STUB}"], {}), self.directory).returncode:
-            shutil.rmtree(Path(origin).parent)
-            Path(origin).parent.mkdir()
-            Path(origin).write_text("__version__ = '0'\n")
+        log = self.directory / "stub.txt"
+        status, origin = self.call(Command([self.python, "-c", code], {}), log)
+        if status == 0 and origin.strip() and self.call(Command([self.python, "-c", f"import {_STUB}"], {}), log)[0]:
+            package = Path(origin.strip()).parent
+            shutil.rmtree(package)
+            package.mkdir()
+            (package / "__init__.py").write_text("__version__ = '0'\n")
 
-    def call(self, command: Command, directory: Path, seconds: float = 600) -> subprocess.CompletedProcess[str]:
-        """Run a command of the environment in `directory`, and end all of its processes after `seconds`."""
+    def call(self, command: Command, log: Path, seconds: float = 600) -> tuple[int, str]:
+        """Run a command of the environment in the directory of `log`, and end all of its processes after `seconds`.
+
+        Returns:
+            Its exit code, and what it has written to `log`.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -147,20 +153,21 @@ class Environment:
             "MASTER_PORT": port,
             **command.environment,
         }
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(
-            command.words, cwd=directory, env=environment, start_new_session=True, **pipes
-        ) as process:
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(
+                command.words, cwd=log.parent, env=environment, stdout=output, stderr=output, start_new_session=True
+            ) as process,
+        ):
             try:
-                output, _ = process.communicate(timeout=seconds)
+                process.wait(seconds)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                output, _ = process.communicate()
+                output.write(b"\nTimeoutError: the time limit of a run has passed\n")
             finally:
                 # Ranks that hang would disturb the next run.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        return subprocess.CompletedProcess(command.words, process.returncode, output)
+        return process.returncode, log.read_text(encoding="utf-8", errors="replace")
 
 
 @dataclass(frozen=True)
@@ -207,10 +214,10 @@ class Run:
         if SECTIONS[self.job.variant] is not None:
             command = Command(("ds-compress", "run", *command.words), command.environment)
         begin = time.monotonic()
-        done = self._call(command, "log.txt")
+        code, log = self._call(command, "log.txt")
         seconds = time.monotonic() - begin
-        if done.returncode or not self.saved.is_dir():
-            return Outcome(seconds=seconds, problem=last_error(done.stdout))
+        if code or not self.saved.is_dir():
+            return Outcome(seconds=seconds, problem=last_error(log))
         history = read_history(self.saved)
         ratios = [entry["compression_ratio"] for entry in history if "compression_ratio" in entry]
         losses = tuple(entry["loss"] for entry in history if "loss" in entry)
@@ -227,7 +234,7 @@ class Run:
         """Make an empty directory with the toy next to it, and the checkpoint from which the run resumes."""
         shutil.rmtree(self.paths.run, ignore_errors=True)
         self.paths.run.mkdir(parents=True)
-        if not self.paths.toy.is_dir():
+        if not (self.paths.toy / "model" / "model.safetensors").is_file():
             self._toy("make", str(self.paths.toy), "make.txt")
         if self.job.variant == "resumed":
             name = f"checkpoint-{SAVE_EVERY}"
@@ -245,19 +252,16 @@ class Run:
             self._toy("merge", base, str(saved), str(merged), "merge.txt")
         elif self.job.tuning == "lora" and merge is not None:
             self._call(merge(self.paths, saved, merged), "merge.txt")
-        done = self._toy("check", base, str(saved), *([str(merged)] if merged.is_dir() else []), "check.txt")
-        lines = done.stdout.strip().splitlines()
-        found: dict[str, float] = json.loads(lines[-1]) if done.returncode == 0 and lines else {}
+        code, log = self._toy("check", base, str(saved), *([str(merged)] if merged.is_dir() else []), "check.txt")
+        found: dict[str, float] = {} if code else json.loads(log.strip().splitlines()[-1])
         return found
 
-    def _toy(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def _toy(self, *arguments: str) -> tuple[int, str]:
         *given, log = arguments
         return self._call(Command([self.environment.python, "-m", "launch.studies.framework_toy", *given], {}), log)
 
-    def _call(self, command: Command, log: str) -> subprocess.CompletedProcess[str]:
-        done = self.environment.call(command, self.paths.run, self.seconds)
-        (self.paths.run / log).write_text(done.stdout, encoding="utf-8")
-        return done
+    def _call(self, command: Command, log: str) -> tuple[int, str]:
+        return self.environment.call(command, self.paths.run / log, self.seconds)
 
 
 def read_history(checkpoint: Path) -> list[dict[str, Any]]:
