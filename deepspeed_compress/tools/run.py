@@ -56,13 +56,7 @@ def run(options: argparse.Namespace) -> int:
     agent, arguments = uses_agent(options), options.arguments[1:]
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     pass_on(os.environ)
-    program = find_program(arguments) if options.launcher in _WITHOUT_LAUNCHER else None
-    if program is not None:
-        if agent:
-            raise ConfigError(f"--restarts: {arguments[0]} starts its ranks itself; leave --restarts out")
-        command = program_command(program, arguments[1:], own)
-    else:
-        command = launch_command("none" if agent else options.launcher, arguments, own=own)
+    command = _command(options, arguments, agent, own)
     check_configurations(arguments, options.allow_uncompressed)
     for text in find_uncompressed(arguments):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
@@ -72,6 +66,22 @@ def run(options: argparse.Namespace) -> int:
 
 _WITHOUT_LAUNCHER = ("deepspeed", "none")
 """Values of `--launcher`, the default and none, with which a program starts its ranks itself."""
+_LAUNCHERS = {("deepspeed",): "deepspeed", ("torchrun",): "torchrun", ("accelerate", "launch"): "accelerate"}
+"""Programs that are launchers, as words of a command. Their processes on other hosts inherit nothing, so the runner is
+put in front of the script."""
+
+
+def _command(options: argparse.Namespace, arguments: Sequence[str], agent: bool, own: Sequence[str]) -> list[str]:
+    """Return the command of a launcher, or of a program that starts its ranks itself."""
+    program = find_program(arguments) if options.launcher in _WITHOUT_LAUNCHER else None
+    if program is None:
+        return launch_command("none" if agent else options.launcher, arguments, own=own)
+    if agent:
+        raise ConfigError(f"--restarts: {arguments[0]} starts its ranks itself; leave --restarts out")
+    for words, launcher in _LAUNCHERS.items():
+        if (Path(program).name, *arguments[1 : len(words)]) == words:
+            return launch_command(launcher, arguments[len(words) :], own=own)
+    return program_command(program, arguments[1:], own)
 
 
 def _exec(command: list[str]) -> NoReturn:

@@ -149,7 +149,7 @@ def _train_swift(job: Job, paths: Paths) -> Command:
     settings = {
         **_common(job, paths),
         "model": paths.model,
-        "model_type": "llama3",
+        "model_type": "llama",
         "template": "dummy",
         "dataset": str(paths.toy / "data" / "messages.jsonl"),
         "tuner_type": job.tuning,

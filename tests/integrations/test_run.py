@@ -262,6 +262,23 @@ def test_a_program_starts_its_ranks_itself(given: str, program: Path, monkeypatc
     assert started == [[sys.executable, *f"-m deepspeed_compress.integrations.run {rest}".split()]]
 
 
+@pytest.mark.parametrize(
+    ("given", "launcher"),
+    [
+        ("deepspeed --num_gpus 2 train.py", "deepspeed"),
+        ("torchrun --nproc_per_node 2 train.py", "torchrun"),
+        ("accelerate launch --num_processes 2 train.py", "accelerate"),
+    ],
+)
+@pytest.mark.usefixtures("script")
+def test_a_launcher_may_be_written_as_usual(given: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(run, "_exec", started.append)
+    cli.main(["run", *given.split()])
+    rest = given.removeprefix("accelerate launch").removeprefix(launcher).split()
+    assert started == [launch_command(launcher, rest)]
+
+
 def test_a_script_is_not_a_program(program: Path) -> None:
     assert find_program(["trainer-cli"]) == str(program)
     assert find_program(["--flag", "trainer-cli"]) is None
