@@ -154,6 +154,7 @@ def _train_swift(job: Job, paths: Paths) -> Command:
         "dataset": str(paths.toy / "data" / "messages.jsonl"),
         "tuner_type": job.tuning,
         "torch_dtype": "float32",
+        "fp16": False,
         "max_length": 64,
         "add_version": False,
         "dataset_num_proc": 1,
