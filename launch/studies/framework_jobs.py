@@ -203,7 +203,7 @@ def _train_axolotl(job: Job, paths: Paths) -> Command:
         "lora_r": 8,
         "lora_alpha": 16,
         "lora_target_linear": True,
-        "sequence_len": 64,
+        "sequence_len": 256,
         "micro_batch_size": 2,
         "gradient_accumulation_steps": 1,
         "max_steps": STEPS,
