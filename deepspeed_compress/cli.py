@@ -224,7 +224,7 @@ COMMANDS = (
     ),
     Command(
         "report",
-        "Make a page and a picture of a run: loss, time, bytes sent, settings, events.",
+        "Make a page of a run: loss, time, bytes sent, settings, events.",
         ("report runs/int4", "report runs/int4 --baseline runs/dense --output reports"),
         "tools.options:add_report_arguments",
         "tools.report:run",

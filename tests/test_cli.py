@@ -14,7 +14,6 @@ from deepspeed_compress import cli
 from deepspeed_compress.cli import COMMANDS, main
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schema import json_schema
-from deepspeed_compress.tools import report
 from deepspeed_compress.tools.schema import key_page
 
 
@@ -187,29 +186,3 @@ def test_ctrl_c_stops_without_a_traceback(
     monkeypatch.setattr("deepspeed_compress.tools.check.read_ds_config", pressed)
     assert main(["check", write({})]) == 130
     assert capsys.readouterr().err == "ds-compress: stopped\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "baseline", "output"),
-    [([], None, "run"), (["--baseline", "b", "--output", "o"], "b", "o")],
-)
-def test_report_calls_the_writer(
-    options: list[str],
-    baseline: str | None,
-    output: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    calls: list[tuple[object, ...]] = []
-
-    def write_report(runs: object, output: Path) -> list[Path]:
-        calls.append((runs, output))
-        return [output / "report.html", output / "report.png"]
-
-    monkeypatch.setattr(report, "load_runs", lambda run_dir, baseline: [baseline, run_dir])
-    monkeypatch.setattr(report, "write_report", write_report)
-    monkeypatch.setattr(report, "print_table", calls.append)
-    assert main(["report", "run", *options]) == 0
-    runs = [baseline and Path(baseline), Path("run")]
-    assert calls == [(runs, Path(output)), runs]
-    assert capsys.readouterr().out.splitlines() == [f"{output}/report.html", f"{output}/report.png"]

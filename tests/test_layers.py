@@ -263,10 +263,7 @@ TABLE = {
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
-    "tools.report": allow(
-        "config errors tools.outputs tools.plots tools.run_directory tools.run_files tools.tables",
-        lazily="matplotlib",
-    ),
+    "tools.report": allow("config errors tools.outputs tools.run_directory tools.run_files tools.tables"),
     "tools.tune": allow(
         "config file_locks backends.deepspeed.builds errors tools.bench.hosts safe_files "
         "tools.run_directory tools.run_files tools.tables",

@@ -187,7 +187,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     baseline = "run to compare with, such as an uncompressed one"
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
     parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help=baseline)
-    output = "directory for report.html and report.png (default: RUN_DIR)"
+    output = "directory for report.html (default: RUN_DIR)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
 
 

@@ -65,14 +65,13 @@ def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
         job.cluster.gpu.memory / 1e9, color=plots.COLOURS[3], linewidth=1, linestyle=":", label="memory of a GPU"
     )
     fewest = front[-1].days
+    for one, symbol in zip(_named(plan, front), itertools.cycle("sD^vP*Xp")):
+        axes.plot(*_point(one), symbol, color=_INK, markersize=7, markerfacecolor="none", label=str(one.layout))
     axes.set_ylim(0, SLOWEST * fewest)
     axes.set_xlabel("memory of a GPU in GB")
     axes.set_ylabel("days of the run")
     plots.style_axes(axes, f"Layouts of {_title(job)}")
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1.04))
-    figure.canvas.draw()
-    plots.label_points(axes, [plots.Label(str(one.layout), *_point(one)) for one in _named(plan, front)])
-    _outline(axes.texts)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return plots.save_figure(figure, file)
 
 
@@ -102,14 +101,6 @@ def _named(plan: Plan, front: Sequence[Candidate]) -> list[Candidate]:
     """Return the best of each kind, and the smallest of the front that is shown."""
     smallest = next(one for one in front if one.days < SLOWEST * front[-1].days)
     return list({one.layout: one for one in (*best(plan.fitting, KINDS).values(), smallest)}.values())
-
-
-def _outline(texts: Sequence[Any]) -> None:
-    """Give texts a white outline, so that they can be read on top of points."""
-    from matplotlib.patheffects import withStroke
-
-    for text in texts:
-        text.set_path_effects([withStroke(linewidth=3, foreground="white")])
 
 
 def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:

@@ -4,13 +4,13 @@ import html
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from deepspeed_compress.config import masked
 from deepspeed_compress.tools.report.drawing import svg_chart
 from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
 from deepspeed_compress.tools.report.panels import Bars, bars, charts, missing
 from deepspeed_compress.tools.report.runs import Run
-from deepspeed_compress.tools.report.style import PAGE, script, stylesheet
 from deepspeed_compress.tools.report.timeline import (
     EVENT_HEAD,
     SHOWN,
@@ -23,6 +23,17 @@ from deepspeed_compress.tools.report.timeline import (
 
 _escape = html.escape
 
+_PAGE = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
+{style}</style></head><body>
+<header><h1>{title}</h1>{status}</header>
+{sections}
+<script>
+{script}</script></body></html>
+"""
+
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML page of a report on `runs`: the baseline, if any, and the run."""
@@ -33,20 +44,16 @@ def page(runs: Sequence[Run]) -> str:
         _section("In a step", "charts bars", [_bars(one) for one in bars(found)]),
         _section("Settings in force", "settings", _timelines(settings)),
         *(_events(run) for run in runs if run.events),
-        _section("Final figures", "wide figures", [table(table_head(found), table_rows(found))]),
+        _section("Final figures", "wide figures", [_table(table_head(found), table_rows(found))]),
         _missing(missing(found)),
         _section("Made with", "made", [detail for run in runs for detail in _details(run)]),
     ]
-    return document(" against ".join(run.name for run in reversed(runs)), sections, _status(runs))
-
-
-def document(title: str, sections: Iterable[str], status: str = "") -> str:
-    """Return a page with `title` and the HTML of its status and of its sections, of which some may be empty."""
-    return PAGE.format(
-        title=_escape(title),
-        style=stylesheet(),
-        script=script(),
-        status=status,
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return _PAGE.format(
+        title=_escape(" against ".join(run.name for run in reversed(runs))),
+        style=style,
+        script=script,
+        status=_status(runs),
         sections="\n".join(filter(None, sections)),
     )
 
@@ -127,10 +134,10 @@ def _events(run: Run) -> str:
     left = len(run.events) - SHOWN
     note = f"<p>The last {SHOWN} of {len(run.events):,} events.</p>" if left > 0 else ""
     title = f"Events of {_escape(run.name)}"
-    return _section(title, "wide events", [note + table(EVENT_HEAD, event_rows(run))])
+    return _section(title, "wide events", [note + _table(EVENT_HEAD, event_rows(run))])
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of plain texts as HTML."""
     body = "".join(_cells(row, "td") for row in rows)
     return f"<table><thead>{_cells(head, 'th')}</thead><tbody>{body}</tbody></table>"

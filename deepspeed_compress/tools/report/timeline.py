@@ -14,12 +14,11 @@ SHOWN = 300
 
 @dataclass(frozen=True)
 class Symbol:
-    """Symbol of an event. `outline` is an SVG path around (0, 0), `marker` the equivalent matplotlib marker."""
+    """Symbol of an event. `outline` is an SVG path around (0, 0)."""
 
     title: str
     colour: str
     outline: str
-    marker: str
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ _TRIANGLE, _SQUARE = "M0-4.6 4.6 3.6H-4.6Z", "M-3.6-3.6H3.6V3.6H-3.6Z"
 _DIAMOND, _DOT = "M0-4.8 4.8 0 0 4.8-4.8 0Z", "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0-6.8 0Z"
 
 SYMBOLS: Mapping[str, Symbol] = {
-    "anomaly": Symbol("anomaly", "red", _TRIANGLE, "^"),
-    **dict.fromkeys(("rollback", "checkpoint_rollback"), Symbol("roll-back", "purple", _SQUARE, "s")),
-    "full_sync": Symbol("full synchronisation", "green", _DIAMOND, "D"),
-    **dict.fromkeys(("schedule", "return", "adapt", "auto"), Symbol("change of settings", "run", _DOT, "o")),
-    "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
+    "anomaly": Symbol("anomaly", "red", _TRIANGLE),
+    **dict.fromkeys(("rollback", "checkpoint_rollback"), Symbol("roll-back", "purple", _SQUARE)),
+    "full_sync": Symbol("full synchronisation", "green", _DIAMOND),
+    **dict.fromkeys(("schedule", "return", "adapt", "auto"), Symbol("change of settings", "run", _DOT)),
+    "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND),
 }
-_OTHER = Symbol("other event", "muted", _DOT, "o")
+_OTHER = Symbol("other event", "muted", _DOT)
 
 
 def markers(run: Run) -> tuple[Marker, ...]:

@@ -8,16 +8,14 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.errors import DataError, install_command
-from deepspeed_compress.tools.report import load_runs, write_report
+from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.report.drawing import step_scale, value_scale
 from deepspeed_compress.tools.report.figures import table_rows, tiles
 from deepspeed_compress.tools.report.page import page
 from deepspeed_compress.tools.report.panels import POINTS, bars, charts, missing
-from deepspeed_compress.tools.report.runs import Run, _distinct_names
+from deepspeed_compress.tools.report.runs import Run
 from deepspeed_compress.tools.report.timeline import (
     SHOWN,
-    SYMBOLS,
     event_rows,
     markers,
     setting_colours,
@@ -26,8 +24,6 @@ from deepspeed_compress.tools.report.timeline import (
 )
 from deepspeed_compress.training.output import compression_figures
 from tests.support.runs import KINDS, REASON, SETTING, long_run, small_run, trainer_run, write_lines
-
-pytest.importorskip("matplotlib")
 
 
 @pytest.fixture
@@ -48,14 +44,17 @@ def titles(*runs: Run) -> list[str]:
     return [chart.title for chart in charts([*runs])]
 
 
-def test_report_writes_a_page_and_a_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    written, picture = write_report(load_runs(*runs), tmp_path / "report")
-    text = written.read_text(encoding="utf-8")
+def test_the_command_writes_a_page_and_prints_the_table(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(runs[0]), "--baseline", str(runs[1]), "--output", f"{tmp_path}/report"]) == 0
+    shown = capsys.readouterr().out
+    assert "held-out loss" in shown
+    assert shown.splitlines()[-1] == f"{tmp_path}/report/report.html"
+    text = (tmp_path / "report/report.html").read_text(encoding="utf-8")
     assert "int4 against dense" in text
     assert "+1.00%" in text
     assert "&lt;ds&gt;.json" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 10_000
 
 
 def test_the_page_needs_no_other_files(runs: tuple[Path, Path]) -> None:
@@ -93,12 +92,6 @@ def test_the_ratio_of_all_traffic_precedes_that_of_gradients(tmp_path: Path) -> 
     # In this step, islands exchanged.
     lines.append({"step": 3, "bytes_sent": 1000, "bytes_uncompressed": 1000, "total_ratio": None, "ratio": 1.0})
     assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
-
-
-def test_a_single_run_has_no_changes(tmp_path: Path) -> None:
-    run = alone(small_run(tmp_path / "run", 2.0, None))
-    assert figures(run)["held-out loss"] == ["2.0000"]
-    assert "change" not in page([run])
 
 
 def test_changes_are_shown_only_for_comparable_figures(runs: tuple[Path, Path]) -> None:
@@ -152,6 +145,7 @@ def test_figures_of_whole_runs_have_no_change_if_these_have_different_lengths(tm
 def test_tiles_show_the_run_before_the_baseline(runs: tuple[Path, Path]) -> None:
     assert tiles(load_runs(*runs))[0] == ("held-out loss", "2.0200", "2.0000 dense (+1.00%)")
     assert tiles(load_runs(runs[0], None))[0] == ("held-out loss", "2.0200", "")
+    assert figures(alone(runs[0]))["held-out loss"] == ["2.0200"]
 
 
 OTHER_BYTES = {
@@ -183,10 +177,7 @@ def test_kinds_without_traffic_have_no_row(tmp_path: Path) -> None:
     assert rows["sent: activations between stages"] == ["2.000 MB"]
     assert rows["sent: gradients, uncompressed"] == ["0.250 MB"]
     assert not any("weights" in title for title in rows)
-
-
-def test_uncounted_bytes_are_not_shown_as_zero(tmp_path: Path) -> None:
-    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **OTHER_BYTES | {"bytes_tensor": None})))
+    rows = figures(alone(small_run(tmp_path / "b", 2.0, 1_000_000, **OTHER_BYTES | {"bytes_tensor": None})))
     assert "sent: tensor parallelism" not in rows
 
 
@@ -277,35 +268,6 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("name", ["summary.json", "trainer_state.json", "ds_config.json"])
-def test_a_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run", 2.0, None)
-    (run / name).write_text("{")
-    with pytest.raises(DataError, match=f"{name}: not JSON"):
-        load_runs(run, None)
-
-
-def test_the_command_prints_the_table(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(runs[0]), "--baseline", str(runs[1])]) == 0
-    shown = capsys.readouterr().out
-    assert "held-out loss" in shown
-    assert shown.splitlines()[-2:] == [str(runs[0] / "report.html"), str(runs[0] / "report.png")]
-
-
-def test_without_matplotlib_only_the_page_is_written(
-    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert write_report(load_runs(*runs), tmp_path) == [tmp_path / "report.html"]
-    assert install_command("plot") in capsys.readouterr().err
-    assert not (tmp_path / "report.png").exists()
-
-
-def test_runs_with_equal_names_get_distinct_names() -> None:
-    assert _distinct_names(Path("/runs/none/seed0"), Path("/runs/int4/seed0")) == ("none/seed0", "int4/seed0")
-    assert _distinct_names(Path("/runs/dense"), Path("/runs/int4")) == ("dense", "int4")
-
-
 def test_a_finished_trainer_run_is_shown(tmp_path: Path) -> None:
     run = alone(trainer_run(tmp_path / "run"))
     assert run.status == "finished, 20 steps"
@@ -367,12 +329,6 @@ def test_statistics_in_another_directory_are_found(named_in: str, tmp_path: Path
     assert len(alone(run).events) == 1
 
 
-def test_statistics_that_moved_with_the_run_are_found(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run", 2.0, 1_000_000)
-    (run / "summary.json").write_text(json.dumps({"monitor_path": str(tmp_path / "before")}))
-    assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
-
-
 @pytest.mark.parametrize("place", ["csv", "csv/job", "."])
 def test_the_csv_monitor_of_deepspeed_is_read(place: str, tmp_path: Path) -> None:
     """Rows count samples, eight per step. A second start of the program repeats the heading."""
@@ -394,20 +350,6 @@ def test_the_csv_monitor_in_a_configured_directory_is_found(tmp_path: Path) -> N
     settings = {"csv_monitor": {"output_path": str(tmp_path / "elsewhere"), "job_name": "job"}}
     (run / "ds_config.json").write_text(json.dumps(settings))
     assert alone(run).column("train_loss") == {1: 5.5}
-
-
-def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run", 2.0, None)
-    write_lines(run / "compression.jsonl", [{"step": step, "bytes_sent": step} for step in (1, 2, 3)])
-    with (run / "compression.jsonl").open("a") as stream:
-        stream.write('{"step": 2, "bytes_sent": 20}\n')
-    assert alone(run).column("bytes_sent") == {1: 1, 2: 20}
-
-
-def test_values_that_are_not_finite_are_not_drawn(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run", 2.0, None)
-    write_lines(run / "metrics.jsonl", [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": float("nan")}])
-    assert alone(run).column("train_loss") == {1: 3.0}
 
 
 def test_long_lines_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
@@ -465,13 +407,6 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert "<td>checkpoint rollback</td>" in text
 
 
-def test_markers_of_different_events_look_different() -> None:
-    looks = [(symbol.colour, symbol.outline, symbol.marker) for symbol in set(SYMBOLS.values())]
-    assert len(set(looks)) == len({symbol.title for symbol in SYMBOLS.values()})
-    kinds = ("anomaly", "rollback", "full_sync")
-    assert len({SYMBOLS[kind].colour for kind in kinds} | {SYMBOLS[kind].outline for kind in kinds}) == 6
-
-
 def test_an_event_of_a_later_version_is_shown(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     write_lines(run / "events.jsonl", [{"step": 2, "kind": "a_new_<kind>", "dry_run": True, "after": "none"}])
@@ -511,8 +446,5 @@ def test_settings_are_shown_as_intervals_of_steps(tmp_path: Path) -> None:
 def test_a_setting_has_the_same_color_in_both_runs(tmp_path: Path) -> None:
     shown = settings_timelines([settings_run(tmp_path / "baseline", "nb"), settings_run(tmp_path / "run", "ab")])
     assert setting_colours(shown) == {"none": "baseline", "blockwise bits=4": "run", "sign": "purple"}
-
-
-def test_many_intervals_of_a_setting_are_abbreviated(tmp_path: Path) -> None:
-    [timeline] = settings_timelines([settings_run(tmp_path / "run", "na" * 10)])
+    [timeline] = settings_timelines([settings_run(tmp_path / "often", "na" * 10)])
     assert steps_by_setting(timeline)["none"] == "steps 2, 6, 10, 14, 18, 22, and 4 more times"
