@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from deepspeed_compress.planner.search import Candidate, Job, Plan
 from deepspeed_compress.planner.sweep import KINDS, Sweep, best, over_gpus, over_network

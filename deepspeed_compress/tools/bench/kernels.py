@@ -20,7 +20,6 @@ from deepspeed_compress.compression.kernels.compiled import instruction_set, loa
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.jobs import Row, new_document, save_document
-from deepspeed_compress.tools.plots import check_plotting, plot_bars
 from deepspeed_compress.tools.tables import new_console, new_table
 
 BLOCK = 256
@@ -149,17 +148,13 @@ _LAUNCH_CYCLES = 1_000_000
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write and draw. Return the exit code."""
-    if options.plot:
-        check_plotting("--plot")
+    """Measure, print and write. Return the exit code."""
     device = torch.device(options.device)
     rows = measure(options.numel, device, options.repeats, options.only, options.in_use, options.minima)
     heading = f"{options.numel:,} fp32 elements on {_name(device)}"
     new_console().print(_table(heading, rows))
     if options.json:
         save_document(new_document(rows) | {"device": heading}, options.json)
-    if options.plot:
-        plot_kernels(rows, heading, options.plot)
     return 0
 
 
@@ -288,14 +283,6 @@ def _table(heading: str, rows: list[Row]) -> Table:
         cells = (f"{figure:.2f}" for figure in (4e-6 * row["numel"] / row["gb_per_s"], *rates))
         table.add_row(row["operation"], row["implementation"], *cells)
     return table
-
-
-def plot_kernels(rows: Sequence[Row], heading: str, file: Path) -> None:
-    """Plot GB/s as bars: one group per operation, one color per implementation."""
-    series: dict[str, dict[str, float]] = {}
-    for row in rows:
-        series.setdefault(row["implementation"], {})[row["operation"]] = row["gb_per_s"]
-    plot_bars([(heading, series)], "GB/s of fp32 input", file)
 
 
 _ADDING = {"add", "sum"}

@@ -99,7 +99,9 @@ def _add_comm(subparsers: Any) -> None:
     default = [size(text) for text in SIZES]
     parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=what)
     _add_where(parser)
-    _add_output(parser, "plot time against size, with the fits")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="plot time against size, with the fits")
 
 
 def _add_kernels(subparsers: Any) -> None:
@@ -120,7 +122,7 @@ def _add_kernels(subparsers: Any) -> None:
     parser.add_argument("--in-use", action="store_true", help=what)
     what = "compare minimum times, with a copy before every call, for a machine with other load (try --repeats 50)"
     parser.add_argument("--minima", action="store_true", help=what)
-    _add_output(parser, "draw bars of the throughput")
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures")
 
 
 def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
@@ -135,12 +137,6 @@ def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     what = "time limit of one emulated run (default: 1800)"
     where.add_argument("--timeout", type=positive_number, default=1800.0, metavar="SECONDS", help=what)
     return chosen
-
-
-def _add_output(parser: argparse.ArgumentParser, drawn: str) -> None:
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help=drawn)
 
 
 def emulation(text: str) -> Emulation:

@@ -13,9 +13,8 @@ from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
 from tests.support.runs import trainer_run
-from tests.tools.doctor.recordings import RUNS
 
-PAGE = Path(__file__).parents[3] / "docs/doctor.md"
+PAGE, RUNS = Path(__file__).parents[3] / "docs/doctor.md", Path(__file__).parent / "runs"
 
 
 def test_report_of_a_healthy_run_lists_all_checks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,19 +24,16 @@ def test_report_of_a_healthy_run_lists_all_checks(capsys: pytest.CaptureFixture[
     assert all(f"- {rule.summary}" in out for rule in RULES)
 
 
-def test_the_report_of_a_short_run_lists_the_omitted_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("count", "text"), [(10, ": 10 measured steps, "), (1, ": 1 measured step, the last one ")])
+def test_the_report_of_a_short_run_lists_the_omitted_checks(
+    count: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (RUNS / "healthy-default" / "compression.jsonl").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "compression.jsonl").write_text("\n".join(lines[:10]), encoding="utf-8")
+    (tmp_path / "compression.jsonl").write_text("\n".join(lines[:count]), encoding="utf-8")
     main(["doctor", str(tmp_path)])
     out = " ".join(capsys.readouterr().out.split())
+    assert text in out
     assert "Not checked, because data is missing or there are fewer than 16 measured steps:" in out
-
-
-def test_the_report_of_a_single_step_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = (RUNS / "healthy-default" / "compression.jsonl").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "compression.jsonl").write_text(lines[0], encoding="utf-8")
-    main(["doctor", str(tmp_path)])
-    assert ": 1 measured step, the last one " in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_report_is_printed_at_a_width_of_0(

@@ -1,6 +1,5 @@
 """Trends, merge patches, and ladders of settings."""
 
-import math
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from deepspeed_compress.tools.doctor.patches import (
     with_gradients,
     with_stage,
 )
-from deepspeed_compress.tools.doctor.trends import noise, quarters, turn
+from deepspeed_compress.tools.doctor.rules.learning import turn
 from tests.support.sections import OF_GRADIENTS
 from tests.support.synthetic_runs import config
 
@@ -97,13 +96,6 @@ def test_leaving_demo_restores_the_momentum_of_the_optimizer() -> None:
     assert demo["optimizer"]["params"]["betas"] == [0.0, 0.95]
 
 
-def test_patch_keeps_error_feedback_off() -> None:
-    before = config({"bits": 4, "error_feedback": None})
-    after = with_gradients(before, {"bits": 8})
-    assert difference(before, after) == {SECTION: {"gradients": {"bits": 8}}}
-    assert apply(before, difference(before, after)) == after
-
-
 def test_stage_changes_in_both_places() -> None:
     both = config(extra={"zero_optimization": {"stage": 2}}, parallelism={"zero_stage": 2})
     after = with_stage(both, 1)
@@ -139,12 +131,6 @@ def test_slower_halves_the_learning_rate_in_all_places() -> None:
     before = {"optimizer": {"params": {"lr": 0.2}}, "scheduler": {"params": {"warmup_max_lr": 0.4}}}
     assert slower(before) == {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_max_lr": 0.2}}}
     assert slower({"optimizer": {"params": {"lr": "auto"}}}) is None
-
-
-def test_quarters_and_noise() -> None:
-    assert quarters([1, 1, 2, 2, 3, 3, 9, 9]) == (1, 2, 3, 9)
-    assert noise([float(step) for step in range(9)]) == pytest.approx(1 / 0.6745 / math.sqrt(2))
-    assert noise([1.0]) == 0
 
 
 def test_turn_finds_the_lowest_point_of_a_series() -> None:

@@ -281,11 +281,17 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
-def test_rule_reports_its_fault(rule: str, found: Run, gradients: Any) -> None:
+def test_rule_reports_its_fault_with_a_valid_and_exact_patch(
+    rule: str, found: Run, gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(case, "difference", exact_difference)
     diagnosis = examine(found)
     assert [one.name for one in diagnosis.diagnostics][:1] == [rule]
     patch = diagnosis.diagnostics[0].patch or {}
     assert patch.get("deepspeed_compress", {}).get("gradients") == gradients
+    assert diagnosis.obstacles == {}
+    for one in diagnosis.diagnostics:
+        assert one.patch is None or find_problems(apply(found.config, one.patch)) == []
 
 
 def test_only_the_bits_of_a_merged_sum_are_removed() -> None:
@@ -294,15 +300,6 @@ def test_only_the_bits_of_a_merged_sum_are_removed() -> None:
     for kind, patch in (("tensor", {"tensor": removed}), ("pipeline", {"pipeline": None})):
         found = run(events=crossover(kind), ds_config=config(activations=activations))
         assert (examine(found).diagnostics[0].patch or {}) == {"deepspeed_compress": {"activations": patch}}
-
-
-@pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
-def test_every_patch_is_valid_and_exact(rule: str, found: Run, gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(case, "difference", exact_difference)
-    diagnosis = examine(found)
-    assert diagnosis.obstacles == {}
-    for one in diagnosis.diagnostics:
-        assert one.patch is None or find_problems(apply(found.config, one.patch)) == []
 
 
 def exact_difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -350,11 +347,6 @@ def test_severity_grows_with_the_loss_above_the_baseline() -> None:
     assert names(slightly, better) == ["compression-too-strong"]
 
 
-def test_straggler_is_not_reported_as_a_slow_network() -> None:
-    late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
-    assert names(run(late)) == ["straggler"]
-
-
 def test_alternating_stragglers_are_not_reported_as_a_slow_network() -> None:
     """Figures about other ranks describe the previous measured step; the first step has none."""
 
@@ -369,8 +361,9 @@ def test_alternating_stragglers_are_not_reported_as_a_slow_network() -> None:
 OTHERS = ("busy_ms_median", "busy_ms_max", "slowest_rank")
 
 
-def test_straggler_is_reported_although_the_first_step_lacks_figures_of_other_ranks() -> None:
+def test_straggler_is_no_slow_network_although_the_first_step_lacks_figures_of_other_ranks() -> None:
     late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
+    assert names(run(late)) == ["straggler"]
     assert names(run(lambda step: {**late, **(dict.fromkeys(OTHERS) if step == 1 else {})})) == ["straggler"]
 
 

@@ -55,28 +55,6 @@ def test_a_loss_that_was_never_finite_is_nan(tmp_path: Path) -> None:
     assert [step for step, loss in read_run(tmp_path).losses if math.isnan(loss)] == [1, 2]
 
 
-def test_run_without_events_has_an_empty_tuple(tmp_path: Path) -> None:
-    write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))
-    assert read_run(tmp_path).events == ()
-
-
-def test_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
-    write(tmp_path / "compression.jsonl", [*measured(range(1, 8), bytes_sent=1), *measured(range(5, 10), bytes_sent=2)])
-    run = read_run(tmp_path)
-    assert [line["step"] for line in run.steps] == list(range(1, 10))
-    assert [line["bytes_sent"] for line in run.steps] == [1] * 4 + [2] * 5
-
-
-def test_summary_points_to_statistics_in_another_directory(tmp_path: Path) -> None:
-    write(tmp_path / "statistics/compression.jsonl", measured([1]))
-    (tmp_path / "statistics/ds_config.json").write_text(json.dumps(config()))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/summary.json").write_text(json.dumps({"monitor_path": str(tmp_path / "statistics")}))
-    run = read_run(tmp_path / "run")
-    assert len(run.steps) == 1
-    assert run.config == config()
-
-
 def test_configuration_points_to_statistics_in_another_directory(tmp_path: Path) -> None:
     write(tmp_path / "statistics/compression.jsonl", measured([1]))
     (tmp_path / "run").mkdir()
@@ -112,14 +90,6 @@ def test_loss_that_becomes_null_is_nan(tmp_path: Path) -> None:
     [(first, loss), (second, lost)] = read_run(tmp_path).losses
     assert (first, loss, second) == (2, 3.0, 3)
     assert math.isnan(lost)
-
-
-def test_section_with_an_unknown_method_is_ignored(tmp_path: Path) -> None:
-    write(tmp_path / "compression.jsonl", measured([1]))
-    (tmp_path / "ds_config.json").write_text('{"deepspeed_compress": {"gradients": {"method": "telepathy"}}}')
-    run = read_run(tmp_path)
-    assert run.config is not None
-    assert run.section is None
 
 
 @pytest.mark.parametrize(
