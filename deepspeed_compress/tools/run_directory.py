@@ -93,7 +93,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     # Versions may be written before the first step is measured.
     run = (summary or {}).get("run") or _last_run(statistics or versions)
     parts = _parts_of(run, [*statistics, *events, *versions])
-    measured = _drop_replaced(_valid(statistics, parts, run), _replaces_step)
+    measured = drop_replaced(_valid(statistics, parts, run))
     # The file is created with the first event. Without it, a run that records settings has had no event.
     has_events = (monitor / EVENTS).is_file() or any("settings" in line for line in measured)
     return RunDirectory(
@@ -101,7 +101,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         monitor,
         measured,
         tuple(_valid(events, parts, run)) if has_events else None,
-        _drop_replaced(_valid(versions, parts, run), _replaces_step),
+        drop_replaced(_valid(versions, parts, run)),
         read_metrics(directory),
         summary,
         ds_config if ds_config is not None else read_object(monitor / CONFIGURATION),
@@ -115,12 +115,12 @@ def read_statistics(directory: Path, run: str | None = None) -> Lines:
     lines = read_lines(directory / STATISTICS, STATISTIC)
     run = run or _last_run(lines)
     parts = _parts_of(run, [*lines, *_all_events(directory)])
-    return _drop_replaced(_valid(lines, parts, run), _replaces_step)
+    return drop_replaced(_valid(lines, parts, run))
 
 
 def read_metrics(directory: Path) -> Lines:
     """Return the valid lines of metrics.jsonl in `directory`."""
-    return _drop_replaced(read_lines(directory / METRICS, METRIC), _replaces_figure)
+    return drop_replaced(read_lines(directory / METRICS, METRIC), _replaces_figure)
 
 
 def _all_events(directory: Path) -> list[Line]:
@@ -129,7 +129,12 @@ def _all_events(directory: Path) -> list[Line]:
     return [line for file in files for line in read_lines(file, EVENT)]
 
 
-def _drop_replaced(lines: Iterable[Line], replaces: Callable[[Line, Sequence[Line]], bool]) -> Lines:
+def _replaces_step(line: Line, kept: Sequence[Line]) -> bool:
+    """Return True if the last line of those kept belongs to the step of `line`, or to a later one."""
+    return bool(kept[-1]["step"] >= line["step"])
+
+
+def drop_replaced(lines: Iterable[Line], replaces: Callable[[Line, Sequence[Line]], bool] = _replaces_step) -> Lines:
     """Return `lines` without those that a later one replaces, which `replaces` tells for the last one kept."""
     kept: list[Line] = []
     for line in lines:
@@ -137,11 +142,6 @@ def _drop_replaced(lines: Iterable[Line], replaces: Callable[[Line, Sequence[Lin
             kept.pop()
         kept.append(line)
     return tuple(kept)
-
-
-def _replaces_step(line: Line, kept: Sequence[Line]) -> bool:
-    """Return True if the last line of those kept belongs to the step of `line`, or to a later one."""
-    return bool(kept[-1]["step"] >= line["step"])
 
 
 def _replaces_figure(line: Line, kept: Sequence[Line]) -> bool:

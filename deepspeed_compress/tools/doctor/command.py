@@ -15,9 +15,8 @@ from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.config.secrets import MASK
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.case import Case, read_baseline, read_run
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose, patched
-from deepspeed_compress.tools.doctor.run import read_baseline, read_run
 from deepspeed_compress.tools.outputs import plural
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 from deepspeed_compress.tools.outputs.terminal import printable

@@ -1,4 +1,4 @@
-"""Trends, merge patches, and ladders of settings."""
+"""Merge patches, and ladders of settings."""
 
 from typing import Any
 
@@ -18,7 +18,6 @@ from deepspeed_compress.tools.doctor.patches import (
     with_gradients,
     with_stage,
 )
-from deepspeed_compress.tools.doctor.rules.learning import turn
 from tests.support.sections import OF_GRADIENTS
 from tests.support.synthetic_runs import config
 
@@ -131,10 +130,3 @@ def test_slower_halves_the_learning_rate_in_all_places() -> None:
     before = {"optimizer": {"params": {"lr": 0.2}}, "scheduler": {"params": {"warmup_max_lr": 0.4}}}
     assert slower(before) == {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_max_lr": 0.2}}}
     assert slower({"optimizer": {"params": {"lr": "auto"}}}) is None
-
-
-def test_turn_finds_the_lowest_point_of_a_series() -> None:
-    found = turn([10 - step for step in range(10)] + [2 + step for step in range(10)])
-    assert (found.lowest, found.last, found.rise) == (1.5, 10.5, 9.0)
-    assert found.lowest_at in (9, 10)
-    assert 10 <= found.began_at <= 14

@@ -1,6 +1,7 @@
 """Each rule on both sides of its threshold, with made-up figures of an otherwise healthy run."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor import case
+from deepspeed_compress.tools.doctor.case import Case, Run
 from deepspeed_compress.tools.doctor.patches import apply, difference
 from deepspeed_compress.tools.doctor.rules import RULES
-from deepspeed_compress.tools.doctor.run import Run
+from deepspeed_compress.tools.doctor.rules.learning import risen
 from tests.support.synthetic_runs import CONFIG, HEALTHY, config, examine, losses, names, run
 
 TOPK = {"method": "topk", "density": 0.01}
@@ -453,3 +455,14 @@ def test_a_section_of_another_version_gets_no_patch() -> None:
     old = {**CONFIG, SECTION: {"gradients": {"method": "of another version"}}}
     found = replace(run(SLOW), config=old, section=None)
     assert [one.patch for one in examine(found).diagnostics if one.name == "compression-bound"] == [None]
+
+
+def test_the_rise_of_a_long_run_is_found_at_once() -> None:
+    """A run of 100,000 steps has windows of 10,000 losses, which begin at every 500th step."""
+    points = tuple((step, 10 - step / 10_000 if step <= 60_000 else step / 15_000) for step in range(1, 100_001))
+    begin = time.process_time()
+    found = risen(Case(replace(run(), losses=points)))
+    assert time.process_time() - begin < 3
+    assert found is not None
+    assert 60_000 < found[0] < 80_000
+    assert abs(found[2]["at step"] - 66_000) < 1_000

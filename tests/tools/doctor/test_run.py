@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.errors import ConfigError, DataError
-from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.run import read_run
+from deepspeed_compress.tools.doctor.case import Case, read_run
 from tests.support.synthetic_runs import HEALTHY, config
 
 
@@ -29,6 +28,8 @@ def test_missing_files_leave_fields_empty(tmp_path: Path) -> None:
     assert (run.config, run.section, run.events, run.summary) == (None, None, None, None)
     assert (run.losses, run.step_times) == ((), ())
     assert Case(run).lacks("config")
+    write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))
+    assert read_run(tmp_path).events == ()
 
 
 def test_all_files_of_the_training_program_are_read(tmp_path: Path) -> None:

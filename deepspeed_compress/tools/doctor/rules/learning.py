@@ -2,21 +2,23 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from deepspeed_compress.config import CompressedGradients, GradientsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
-from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.case import SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_gradients
 from deepspeed_compress.tools.doctor.rule import rule
-from deepspeed_compress.tools.doctor.trends import quarters, rise_at_exchanges, turn
 
 _NEAR = 5
 """Maximum number of events to show."""
+_MAD_TO_DEVIATION = 0.6745
+"""Median absolute value of a standard normal variable."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def _growing(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
 
 def _late_growth(values: list[float]) -> float:
     """Return the last quarter's median divided by that of the second. In the first quarter, residuals still fill up."""
-    _, second, _, last = quarters(values)
+    size = len(values)
+    second, last = statistics.median(values[size // 4 : size // 2]), statistics.median(values[3 * size // 4 :])
     return last / second if second else 1.0
 
 
@@ -179,17 +182,73 @@ def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
 
 
 def risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:
-    """Return the step from which the loss rises for good, a text and figures, or None if it does not."""
+    """Return the step from which the loss rises for good, a text and figures, or None if it does not.
+
+    Losses are compared as means over windows of a tenth of their number. In a long run, windows do not begin at every
+    step, which would take minutes.
+    """
     points = [(step, loss) for step, loss in case.run.losses if math.isfinite(loss)]
     if len(points) < case.limits.lines:
         return None
-    found, limits = turn([loss for _, loss in points]), case.limits
-    least = (limits.rise * found.lowest, limits.sigmas * found.error, limits.lost * (found.first - found.lowest))
-    if found.rise <= max(least):
+    losses, window = [loss for _, loss in points], max(1, len(points) // 10)
+    ends = range(len(losses), window - 1, -max(1, window // 20))[::-1]
+    means = [statistics.fmean(losses[end - window : end]) for end in ends]
+    lowest, limits = min(range(len(means)), key=means.__getitem__), case.limits
+    rise, error = means[-1] - means[lowest], _noise(losses) * math.sqrt(2 / window)
+    if rise <= max(limits.rise * means[lowest], limits.sigmas * error, limits.lost * (means[0] - means[lowest])):
         return None
-    what = f"rises from {found.lowest:.4g} to {found.last:.4g}"
-    figures = {"lowest loss": found.lowest, "at step": points[found.lowest_at][0], "loss at the end": found.last}
-    return points[found.began_at][0], what, figures
+    began = max(index for index in range(lowest, len(means)) if means[index] <= means[lowest] + rise / 4)
+    what = f"rises from {means[lowest]:.4g} to {means[-1]:.4g}"
+    at = points[ends[lowest] - 1][0]
+    figures = {"lowest loss": means[lowest], "at step": at, "loss at the end": means[-1]}
+    return points[ends[min(began + 1, len(means) - 1)] - 1][0], what, figures
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Return the standard deviation of a value around the trend, estimated from the median step between neighbors."""
+    return (
+        statistics.median(abs(after - before) for before, after in pairwise(values)) / _MAD_TO_DEVIATION / math.sqrt(2)
+    )
+
+
+@dataclass(frozen=True)
+class Rise:
+    """Rise of the loss at exchanges between islands.
+
+    Attributes:
+        mean: Mean rise of the loss from the step before an exchange to the step after it.
+        before: Median loss before the exchanges.
+        exchanges: Number of exchanges considered.
+    """
+
+    mean: float
+    before: float
+    exchanges: int
+
+
+def after_exchanges(case: Case) -> list[int]:
+    """Return the measured steps that follow an exchange. The bytes of the exchange are counted in these steps."""
+    return [line["step"] for line in case.run.steps if line.get("bytes_islands")]
+
+
+def rise_at_exchanges(case: Case) -> Rise | None:
+    """Return the rise of the loss at exchanges, or None if there are too few exchanges or the rise is within the noise.
+
+    Only the later half of the exchanges is considered, because early in training every exchange improves the loss.
+    """
+    losses = dict(case.run.losses)
+    pairs = [(losses[step - 1], losses[step]) for step in after_exchanges(case) if {step - 1, step} <= losses.keys()]
+    pairs = [(before, after) for before, after in pairs if math.isfinite(after - before)]
+    late = pairs[len(pairs) // 2 :]
+    if len(late) < SAMPLES:
+        return None
+    rises = [after - before for before, after in late]
+    found = Rise(statistics.fmean(rises), statistics.median(before for before, _ in late), len(rises))
+    # The noise of all losses would be too large an estimate, since it includes the fall of the loss after each
+    # exchange.
+    error = statistics.stdev(rises) / math.sqrt(len(rises))
+    least = max(case.limits.rise * found.before, case.limits.sigmas * error)
+    return found if found.mean >= least else None
 
 
 def _events_around(case: Case, began: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Rules on traffic other than compressed gradients."""
+"""Rules on traffic other than gradients: weights, divided layers, islands, and weights for rollout workers."""
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
-from deepspeed_compress.tools.doctor.case import OTHER_KINDS, Case
+from deepspeed_compress.tools.doctor.case import OTHER_KINDS, SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
+from deepspeed_compress.tools.doctor.rules.learning import after_exchanges, rise_at_exchanges, risen
 
 _TITLES = {
     "bytes_sent": "gradients",
@@ -18,6 +20,7 @@ _TITLES = {
     "bytes_sequence": "all-to-alls of sequence parallelism",
     "bytes_islands": "exchanges between islands",
 }
+_MISSED = frozenset({"islands_left_out", "islands_renewed"})
 
 
 @rule("warning", "whether uncompressed weights dominate the traffic", "times", "config")
@@ -89,3 +92,148 @@ def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
 
 def _sizes(case: Case) -> dict[str, float]:
     return {f"bytes of {_TITLES[kind]}": size for kind, size in case.traffic.items()}
+
+
+@rule("warning", "whether islands move in similar directions", "islands")
+def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
+    """Report a low cosine between islands in the later half of the exchanges.
+
+    At the start, all islands move in similar directions.
+    """
+    cosines = case.values("islands_cosine", case.run.steps)
+    late = cosines[len(cosines) // 2 :]
+    if len(cosines) < SAMPLES or statistics.median(late) >= case.limits.alike:
+        return
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Islands drift apart: the cosine between the movement of this island and those of the others is "
+        f"{statistics.median(late):.2f}, so their mean keeps almost nothing of what each has learned",
+        "Give all islands the same kind of data, shuffled together, and exchange more often.",
+        patch=_more_often(case),
+        evidence={"cosine with the others, later half": statistics.median(late), "exchanges": len(cosines)},
+    )
+
+
+@rule(None, "whether the loss rises at exchanges between islands", "islands", "losses")
+def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
+    """Report a loss that rises at exchanges: the mean of weights that have drifted too far is worse than each of them.
+
+    An outer step beyond the mean has the same effect.
+    """
+    rise = rise_at_exchanges(case)
+    if rise is None:
+        return
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"The loss rises by {rise.mean:.3g} at exchanges between islands: they have drifted too far apart to average",
+        "Exchange more often, or halve the learning rate: islands drift by about the product of the two. If outer has "
+        "momentum or an lr above 1, and so steps beyond the mean, halve its lr first.",
+        patch=_smaller_steps(case) or _more_often(case),
+        evidence={
+            "rise of the loss at an exchange": rise.mean,
+            "loss before the exchange": rise.before,
+            "exchanges": rise.exchanges,
+        },
+        severity="warning" if risen(case) is None else "error",
+        weight=min(1.0, rise.mean / rise.before) if rise.before else 1.0,
+    )
+
+
+@rule("warning", "whether this island is late for exchanges", "events")
+def late_island(case: Case) -> Iterator[Diagnostic]:
+    late = [event for event in case.run.events or () if event["kind"] in _MISSED]
+    # The number is an estimate if not all steps are measured.
+    every = case.run.section.monitor.every if case.run.section is not None else 1
+    taken = every * len(after_exchanges(case))
+    if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
+        return
+    yield Diagnostic(
+        at_steps(late[0]["step"], late[-1]["step"]),
+        f"This island is late: it missed {len(late)} exchanges and took part in {taken}",
+        "Check its machines and its link. If it is only slower, wait longer for it (timeout above its longest step), "
+        "exchange by time (sync_every), or make islands asynchronous.",
+        patch=case.patch(with_section, {"islands": {"elastic": change}}) if (change := _longer_timeout(case)) else None,
+        evidence={"exchanges missed": len(late), "exchanges with this island": taken},
+    )
+
+
+def _more_often(case: Case) -> dict[str, Any] | None:
+    islands = case.run.section.islands if case.run.section is not None else None
+    every = islands.sync_steps if islands is not None else None
+    if islands is None or every is None or every // 2 <= islands.delay or every // 2 < islands.fragments:
+        return None
+    return case.patch(with_section, {"islands": {"sync_every": every // 2}})
+
+
+def _smaller_steps(case: Case) -> dict[str, Any] | None:
+    """Return a patch that halves the outer learning rate, if `outer` steps beyond the mean of the islands."""
+    islands = case.run.section.islands if case.run.section is not None else None
+    if islands is None or (islands.outer.optimizer == "average" and islands.outer.lr <= 1):
+        return None
+    return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
+
+
+def _longer_timeout(case: Case) -> dict[str, Any] | None:
+    """Return twice the timeout of elastic islands, or None if the section has none or the result is not allowed."""
+    islands = case.run.section.islands if case.run.section is not None else None
+    if islands is None or islands.elastic is None:
+        return None
+    elastic = islands.elastic
+    if elastic.parameter_server is not None:
+        return {"parameter_server": {"max_staleness": 2 * elastic.parameter_server.max_staleness}}
+    longer = 2 * elastic.timeout_seconds
+    return {"timeout": f"{longer:g} s"} if longer <= elastic.give_up_seconds else None
+
+
+@rule("warning", "whether rollouts come from weights that are too old", "config", "lag")
+def old_rollouts(case: Case) -> Iterator[Diagnostic]:
+    settings = case.section.rollout
+    lags = case.values("rollout_lag", case.run.versions)
+    if settings is None or not lags or statistics.fmean(lags) <= settings.max_lag:
+        return
+    yield Diagnostic(
+        at_steps(*_span(case)),
+        f"Rollouts are {statistics.fmean(lags):.1f} versions behind the weights that learn from them (max_lag: "
+        f"{settings.max_lag})",
+        "Add rollout workers, let them update between requests, or wait for their samples before the next step. A "
+        "version for several steps (every) makes the same samples fewer versions old, but not younger.",
+        evidence={
+            "versions behind, mean": statistics.fmean(lags),
+            "versions behind, at most": max(lags),
+            "age of a version when it is replaced, ms": _median(case, "rollout_age_ms"),
+        },
+    )
+
+
+@rule("warning", "whether full copies of weights for rollout workers outweigh the changes", "config", "versions")
+def frequent_full_copies(case: Case) -> Iterator[Diagnostic]:
+    """Report full copies with most of the bytes. The first version of a run needs one, and is left out."""
+    settings = case.section.rollout
+    later = case.run.versions[1:]
+    full, changes = (sum(case.values(key, later)) for key in ("rollout_full_bytes", "rollout_bytes"))
+    if settings is None or not full or full < case.limits.full_copies * (full + changes):
+        return
+    copies = sum(1 for line in later if line.get("rollout_full_bytes"))
+    longer = 4 * settings.full_every
+    yield Diagnostic(
+        at_steps(*_span(case)),
+        f"Full copies are {full / (full + changes):.0%} of the bytes that are published for rollout workers",
+        f"Publish a full copy every {longer} versions. If there are more of them than full_every says, look for "
+        "versions that could not be written, and for restarts from a checkpoint that is older than the newest version.",
+        patch=case.patch(with_section, {"rollout": {"full_every": longer}}),
+        evidence={
+            "versions": len(later),
+            "full copies": copies,
+            "bytes of full copies": full,
+            "bytes of changes": changes,
+        },
+    )
+
+
+def _span(case: Case) -> tuple[int, int]:
+    """Return the first and last step with a version. The first version of a run belongs to no step."""
+    return case.run.versions[1]["step"], case.run.versions[-1]["step"]
+
+
+def _median(case: Case, key: str) -> float:
+    return statistics.median(case.values(key, case.run.versions) or [0.0])
