@@ -276,7 +276,7 @@ COMMANDS = (
             "tune --config ds_config.json --metric bytes --space mine.json --launcher torchrun --nproc_per_node 2 "
             "train.py --deepspeed ds_config.json",
         ),
-        "tools.tune.options:add_arguments",
+        "tools.options:add_tune_arguments",
         "tools.tune.command:run",
         passes_on=True,
     ),

@@ -212,7 +212,7 @@ TABLE = {
     ),
     "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),
     "tools": allow(),
-    "tools.arguments": allow(),
+    "tools.arguments": allow(lazily="config"),
     "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
         "checkpointing.catalog checkpointing.completeness checkpointing.directory config errors safe_files "
@@ -246,7 +246,7 @@ TABLE = {
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
-    "tools.plan_islands": allow("config errors planner.learning tools.tables", lazily="models"),
+    "tools.plan_islands": allow("config errors planner tools.tables"),
     "tools.run_files": allow("errors safe_files tools.outputs"),
     "tools.run_directory": allow("config errors monitor tools.run_files"),
     "tools.time_to_loss": allow(
@@ -270,7 +270,6 @@ TABLE = {
         "rich",
         lazily="integrations",
     ),
-    "tools.tune.options": allow("tools.arguments tools.options"),
     "tools.tune.rank": allow("errors integrations", lazily="tools.tune.recorder"),
     "tools.tune.recorder": allow("config errors integrations monitor safe_files tools.tune.trials", "torch deepspeed"),
     "cli": allow("__init__ errors tools.arguments", lazily="tools.outputs"),

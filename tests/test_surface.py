@@ -54,7 +54,6 @@ LIGHT = [
     "deepspeed_compress.tools.schema",
     "deepspeed_compress.tools.doctor",
     "deepspeed_compress.tools.doctor.command",
-    "deepspeed_compress.tools.tune.options",
 ]
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "matplotlib", "safetensors"}
 """Packages that an installation without `[train]` and `[plot]` lacks."""

@@ -56,8 +56,19 @@ def positive_number(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Parse a number between 0 and 1, both excluded."""
-    return _number(text, 1.0, "a number between 0 and 1")
+    """Parse a fraction between 0 and 1, both excluded, such as "0.005" or "0.5%"."""
+    factor = 100.0 if text.endswith("%") else 1.0
+    return _number(text.removesuffix("%"), factor, f"a fraction from 0 to {factor:g}") / factor
+
+
+def duration(text: str) -> float:
+    """Parse a time such as "90 s", "30 min" or "2 h" and return it in seconds."""
+    from deepspeed_compress.config.durations import seconds
+
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str, below: float, wanted: str) -> float:

@@ -6,11 +6,13 @@ from typing import Any
 
 from deepspeed_compress.tools.arguments import (
     add_subcommand,
+    duration,
     integer_from,
     port,
     positive_integer,
     positive_number,
     rate,
+    share,
 )
 from deepspeed_compress.tools.bench.options import emulation
 
@@ -251,3 +253,32 @@ def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
     what = "print tables of all keys with their types, defaults and meanings, in Markdown"
     parser.add_argument("--markdown", action="store_true", help=what)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")
+
+
+def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tune`, and the arguments that it passes on, to `parser`."""
+    what = "DeepSpeed configuration that the script reads; it is not changed"
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help=what)
+    what = "largest allowed loss above that of uncompressed training, as a fraction of it (default: 0.5%%)"
+    parser.add_argument("--target-loss-gap", type=share, default=0.005, metavar="SHARE", help=what)
+    what = "time limit such as 90s, 30min or 2h, after which the best candidate so far is chosen (default: no limit)"
+    parser.add_argument("--time-budget", type=duration, metavar="TIME", help=what)
+    what = "directory for all results; trials that have finished there are not repeated (default: tuning_results)"
+    parser.add_argument("--output", type=Path, default=Path("tuning_results"), metavar="DIR", help=what)
+    what = "figure to minimize: the step time on this network, or the bytes sent, for another network"
+    parser.add_argument("--metric", choices=("step_time", "bytes"), default="step_time", help=what)
+    what = "your own candidates: a list of objects with keys of the section and a name"
+    parser.add_argument("--space", type=Path, metavar="FILE.json", help=what)
+    what = "optimizer steps of a trial in the first rung; each further rung has three times as many (default: 30)"
+    parser.add_argument("--steps", type=integer_from(10), default=30, metavar="N", help=what)
+    parser.add_argument("--rungs", type=integer_from(1), default=3, metavar="N", help="number of rungs (default: 3)")
+    what = (
+        "time limit of a trial, such as 10min (default: none for uncompressed training, and about three times its "
+        "duration for all others)"
+    )
+    parser.add_argument("--trial-timeout", type=duration, metavar="TIME", help=what)
+    parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
+    what = "launcher that starts the processes (default: deepspeed); with none, the script runs in one process"
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
+    what = "options of the launcher, then SCRIPT and its arguments, one of which is the file of --config"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)

@@ -2,21 +2,19 @@
 
 import argparse
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deepspeed_compress.config import Islands, MethodConfig, expand, parse_section, read_ds_config
 from deepspeed_compress.config.durations import bit_rate
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.learning import MEASURED
+from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.tools.tables import print_table
 
-_OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OWN = "/deepspeed_compress/islands/own"
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
 _MEASURED_RANGES: Mapping[str, tuple[float, float]] = {
     "parameters": (2.2e6, MEASURED),
@@ -57,12 +55,8 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
         step_seconds: Seconds of a step without exchanges.
 
     Raises:
-        ConfigError: The size of a message is not known in advance, or there is only one island.
+        ConfigError: The size of a message is not known in advance.
     """
-    if islands < 2:
-        raise ConfigError(
-            f"--hosts {islands}: a single island exchanges nothing (allowed: from 2 up); write 2, or more"
-        )
     vector = parameters * (_bits(settings) + _bits_of_moments(settings)) / 8
     intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
     if settings.elastic is not None and settings.elastic.parameter_server is not None:
@@ -133,7 +127,6 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f'{options.config}: /deepspeed_compress/islands is missing; write "islands": {{"by_host": true}}'
         )
-    _check_batch(ds_config, settings, options.hosts)
     parameters = _parameters(options.model, settings.own)
     most = section.communication.max_rate
     rate = options.bandwidth if most is None else min(options.bandwidth, bit_rate(most))
@@ -184,69 +177,24 @@ def _title(options: argparse.Namespace, parameters: int, rate: float) -> str:
     return f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s{cap}"
 
 
-def _check_batch(ds_config: Mapping[str, Any], settings: Islands, hosts: int) -> None:
-    """Check that the configured batch fits the number of islands of `size` ranks.
-
-    Raises:
-        ConfigError: It does not fit.
-    """
-    batch, micro, steps = (ds_config.get(key) for key in _BATCH)
-    if settings.size is None or not (isinstance(batch, int) and isinstance(micro, int) and isinstance(steps, int)):
-        return
-    ranks = batch / (micro * steps)
-    if ranks != settings.size * hosts:
-        raise ConfigError(
-            f"{_SIZE}: {settings.size} x --hosts {hosts} differs from the {ranks:g} ranks that the batch implies "
-            f"({', '.join(_BATCH)}); write another size, or the number of islands as --hosts"
-        )
-
-
 def _parameters(model: str, own: Sequence[str]) -> int:
-    """Return the number of parameters that are exchanged.
-
-    Parameters that ranks sharing a layer hold alike are exchanged once.
-
-    Args:
-        model: A number such as 124M, or the path of a config.json.
-        own: Patterns. Parameters whose names match one of them are not exchanged.
+    """Return the number of parameters that are exchanged: a number such as 124M, or all of the model in a config.json.
 
     Raises:
-        ConfigError: `own` is given together with a number, or the result is not positive.
+        ConfigError: `own` excludes some of the model's parameters, or the result is not positive.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([kmb]?)", model.strip().lower())
     if match and not Path(model).exists():
-        if own:
-            raise ConfigError(
-                f"{_OWN}: {list(own)} excludes parameters by name, but --model {model} has no names; write --model "
-                "config.json, or remove own and write the number of the other parameters"
-            )
-        return _positive(round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]), model)
-    from deepspeed_compress.models import read_model_config
-    from deepspeed_compress.models.gpt import build_skeleton
-
-    skeleton = build_skeleton(read_model_config(Path(model)))
-    return _shared({name: parameter.numel() for name, parameter in skeleton.named_parameters()}, own)
-
-
-def _positive(parameters: int, model: str) -> int:
-    if not parameters:
+        parameters = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
+    elif own:
+        raise ConfigError(
+            f"--model {model}: {_OWN} {list(own)} excludes some of its parameters; write the number of all others"
+        )
+    else:
+        parameters = read_model(Path(model)).parameters
+    if parameters < 1:
         raise ConfigError(
             f"--model {model}: has no parameters to exchange (allowed: a number from 1 up, or a model's config.json); "
             "write --model 124M, for example"
         )
     return parameters
-
-
-def _shared(sizes: Mapping[str, int], own: Sequence[str]) -> int:
-    """Return the number of parameters whose names match no pattern of `own`, applied as in training."""
-    for index, pattern in enumerate(own):
-        if not any(re.search(pattern, name) for name in sizes):
-            text = f"{_OWN}/{index}: {pattern!r} matches none of the {len(sizes)} parameters; write another, or none"
-            warnings.warn(text, CompressWarning, stacklevel=2)
-    found = sum(size for name, size in sizes.items() if not any(re.search(pattern, name) for pattern in own))
-    if not found:
-        raise ConfigError(
-            f"{_OWN}: {list(own)} matches all {len(sizes)} parameters, so nothing is exchanged (allowed: some of them, "
-            f"for example {next(iter(sizes))!r}); match fewer, or remove islands"
-        )
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_locks
-from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
+from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.file_locks import hold
@@ -26,7 +26,6 @@ from deepspeed_compress.tools.tune.summary import (
     Objective,
     Summary,
     as_json,
-    as_markdown,
     as_table,
     conclusion,
     summarise,
@@ -132,7 +131,7 @@ def _search(
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
     # The running trial is in a session of its own, so it must be ended by this process.
     with signals_as_exceptions():
-        display = Display(console, len(candidates) - 1, rungs, budget, look)
+        display = Display(console, budget, look)
         return search(candidates, rungs, trials, options.metric, budget, display)
 
 
@@ -142,9 +141,8 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     arguments = with_config(options.arguments, options.config, optimal)
     launcher = [] if options.launcher == "deepspeed" else ["--launcher", options.launcher]
     words = ["ds-compress", "run", *launcher, *arguments]
-    command, shown = shlex.join(words), shlex.join(masked_arguments(words))
+    command = shlex.join(words)
     write_json(output / "summary.json", as_json(summary))
-    (output / "summary.md").write_text(as_markdown(summary, shown), encoding="utf-8")
     console.print(as_table(summary))
     lines = conclusion(summary)
     if summary.row is not None:

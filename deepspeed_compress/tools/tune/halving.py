@@ -98,15 +98,6 @@ def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
     ]
 
 
-def most_trials(candidates: int, rungs: Sequence[Rung]) -> int:
-    """Return the largest number of trials of `candidates` and the baseline in `rungs`, if none returns."""
-    trials = 0
-    for _ in rungs:
-        trials += candidates + 1
-        candidates = _kept(candidates)
-    return trials
-
-
 def _kept(candidates: int) -> int:
     return min(candidates, max(2, math.ceil(candidates / FACTOR)))
 

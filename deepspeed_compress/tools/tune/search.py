@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deepspeed_compress.tools.tune.halving import Result, Round, Rung, most_trials, promoted, reserve
+from deepspeed_compress.tools.tune.halving import Result, Round, Rung, promoted, reserve
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from deepspeed_compress.tools.tune.trials import LOG, Trials
 
@@ -56,50 +56,30 @@ class Display:
     """
 
     def __init__(
-        self,
-        console: Console,
-        candidates: int,
-        rungs: Sequence[Rung],
-        budget: Budget,
-        look: Callable[[Callable[[str], None]], None] = lambda tell: None,
+        self, console: Console, budget: Budget, look: Callable[[Callable[[str], None]], None] = lambda tell: None
     ) -> None:
-        self._console, self._rungs, self._budget, self._look = console, rungs, budget, look
-        self._number, self._count = 0, most_trials(candidates, rungs)
-        """Number of the running trial, and the maximum number of trials."""
+        self._console, self._budget, self._look = console, budget, look
         self._running = ("", 0)
         """Name and number of steps of the running trial."""
         self._begun = self._told = budget.clock()
-        self._pace: float | None = None
-        """Seconds per step, including startup, in the last trial that finished."""
 
     def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
-        self._number += 1
         self._running, self._begun = (candidate.name, rung.steps), self._budget.clock()
-        estimate = "" if self._pace is None else f", about {_duration(self._pace * rung.steps)}"
         left = "" if math.isinf(self._budget.left()) else f", {_duration(max(0, self._budget.left()))} left"
-        self._line(
-            f"trial {self._number} of {self._count}: {candidate.name}, {rung.steps} steps{estimate}{left}, log {log}"
-        )
+        self._line(f"rung {rung.number}: {candidate.name}, {rung.steps} steps{left}, log {log}")
 
     def steps(self, done: int) -> None:
         if self._budget.clock() - self._told > SILENT:
             name, steps = self._running
-            elapsed = _duration(self._budget.clock() - self._begun)
-            self._line(f"trial {self._number} of {self._count}: {name}, {done} of {steps} steps after {elapsed}")
+            self._line(f"{name}: {done} of {steps} steps after {_duration(self._budget.clock() - self._begun)}")
             if not done:
                 self._look(self._line)
 
     def end(self, result: Result, rung: Rung, again: bool) -> None:
-        if result.finished and not again:
-            self._pace = result.seconds / rung.steps
         figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}"
         text = figures if result.finished else f"{result.status}: {result.error}"
         known = ", from before" if again else ""
         self._line(f"rung {rung.number}, {rung.steps} steps  {result.name:<22}{text}{known}")
-
-    def rung_over(self, rung: Rung, left: int) -> None:
-        """Adjust the number of trials after a rung. `left` candidates are promoted, perhaps fewer than expected."""
-        self._count = self._number + (most_trials(left, self._rungs[rung.number :]) if left else 0)
 
     def _line(self, text: str) -> None:
         self._told = self._budget.clock()
@@ -139,7 +119,6 @@ def search(
                 return Outcome(tuple(rounds), *stopped)
             names = [] if promoted(rounds[-1], metric) else reserve(before, results, metric)
         names = [BASELINE, *promoted(rounds[-1], metric)]
-        display.rung_over(rung, len(names) - 1)
         if len(names) == 1:
             break
     return Outcome(tuple(rounds))

@@ -1,4 +1,4 @@
-"""Result of a search: a row for each candidate, as JSON, as Markdown, and on the terminal."""
+"""Result of a search: a row for each candidate, as JSON and on the terminal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -134,36 +134,23 @@ BETTER: Mapping[str, str] = {"step_time": "is faster", "bytes": "sends less"}
 HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fewer", "loss gap", "cosine", "")
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """Return the texts of a row, in the order of `HEAD`."""
-    result = row.result
-    return (
-        row.name,
-        row.settings,
-        str(row.steps),
-        shown(result.step_ms, ",.0f" if result.step_ms >= 100 else ".1f"),
-        shown(row.speed, ".2f", suffix=" x"),
-        shown(result.bytes, ",.3f", 1e-6),
-        shown(row.fewer, ".1f", suffix=" x"),
-        change(row.gap),
-        shown(result.cosine, ".3f"),
-        row.remark,
-    )
-
-
 def as_table(summary: Summary) -> Table:
     """Return the rows as a table for the terminal."""
     title = f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}"
     table = new_table(title, HEAD, ("candidate", "settings", ""))
     for row in summary.rows:
-        table.add_row(*map(escape, cells(row)), style="bold" if row.name == summary.chosen.name else None)
+        result = row.result
+        table.add_row(
+            row.name,
+            escape(row.settings),
+            str(row.steps),
+            shown(result.step_ms, ",.0f" if result.step_ms >= 100 else ".1f"),
+            shown(row.speed, ".2f", suffix=" x"),
+            shown(result.bytes, ",.3f", 1e-6),
+            shown(row.fewer, ".1f", suffix=" x"),
+            change(row.gap),
+            shown(result.cosine, ".3f"),
+            escape(row.remark),
+            style="bold" if row.name == summary.chosen.name else None,
+        )
     return table
-
-
-def as_markdown(summary: Summary, command: str) -> str:
-    """Return the conclusion, the rows, the command and the excluded candidates as Markdown."""
-    head = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in summary.rows]
-    left = [f"- `{one.name}`: {one.reason}" for one in summary.left_out]
-    parts = ["\n".join(conclusion(summary)), "\n".join([*head, *body]), f"```bash\n{command}\n```"]
-    return "# Tuning\n\n" + "\n\n".join([*parts, *(["Left out:\n\n" + "\n".join(left)] if left else [])]) + "\n"

@@ -92,9 +92,6 @@ def test_the_summary(tune: Tune) -> None:
     assert rows["powersgd4"]["remark"] == "RuntimeError: [no]"
     assert rows["powersgd4"]["gap"] is None
     assert {left["name"] for left in summary["left_out"]} == {"demo"}
-    text = Path("tuning_results/summary.md").read_text()
-    assert "| blockwise4 | blockwise bits=4 | 270 | 40.0 | 2.50 x |" in text
-    assert "- `demo`: /optimizer/params/betas" in text
 
 
 def test_nothing_is_better(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from deepspeed_compress.tools.tune.halving import (
     best,
     loss_gap,
     make_rungs,
-    most_trials,
     promoted,
     reasons,
     reserve,
@@ -25,12 +24,6 @@ def test_rungs_grow_and_their_tolerance_narrows() -> None:
     assert [rung.gap for rung in rungs] == [0.02, 0.01, 0.005]
     assert [rung.slack for rung in rungs] == [0.04, 0.02, 0.0]
     assert [rung.number for rung in rungs] == [1, 2, 3]
-
-
-def test_trials_are_counted_with_the_baseline() -> None:
-    rungs = make_rungs(10, 3, 0.01)
-    assert [most_trials(10, rungs[:count]) for count in range(4)] == [0, 11, 11 + 5, 11 + 5 + 3]
-    assert most_trials(1, rungs) == 3 * 2
 
 
 def test_the_gap_is_relative_to_the_size_of_the_loss() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress import cli
-from deepspeed_compress.tools.tune.options import duration, share
+from deepspeed_compress.tools.arguments import duration, share
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -16,7 +16,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 def test_arguments_after_the_script_are_passed_on() -> None:
     rest = ["--num_gpus", "2", "train.py", "--config", "other.json", "--steps", "9", "--help", "--output=x"]
-    options = parsed("--config", "ds.json", "--time-budget=1h30m", "--target-loss-gap", "1%", *rest)
+    options = parsed("--config", "ds.json", "--time-budget=90min", "--target-loss-gap", "1%", *rest)
     assert options.arguments == ["--", *rest]
     assert (options.config, options.time_budget, options.target_loss_gap) == (Path("ds.json"), 5400, 0.01)
     assert (options.steps, options.output, options.launcher) == (30, Path("tuning_results"), "deepspeed")
@@ -39,21 +39,16 @@ def test_shares(text: str, value: float) -> None:
     assert share(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["0", "0%", "100%", "1", "x", "-1%", "nan", "1e-3"])
+@pytest.mark.parametrize("text", ["0", "0%", "100%", "1", "x", "-1%", "nan", ""])
 def test_wrong_shares(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="allowed"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a fraction"):
         share(text)
 
 
-@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("2h", 7200), ("1h30m", 5400), ("1d", 86400)])
-def test_durations(text: str, value: float) -> None:
-    assert duration(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "2", "h", "0s", "1.5h", "2h later", "-2h"])
-def test_wrong_durations(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="allowed"):
-        duration(text)
+def test_durations() -> None:
+    assert [duration(text) for text in ("90s", "2 h", "30min")] == [90, 7200, 1800]
+    with pytest.raises(argparse.ArgumentTypeError, match='"2" is not a time'):
+        duration("2")
 
 
 @pytest.mark.parametrize("given", [["--steps", "9"], ["--rungs", "0"], ["--metric", "loss"], ["--launcher", "slurm"]])

@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -62,9 +62,6 @@ class Fake:
     def end(self, result: Result, rung: Rung, again: bool) -> None:
         self.calls.append(f"end {result.name}{' again' if again else ''}")
 
-    def rung_over(self, rung: Rung, left: int) -> None:
-        self.calls.append(f"{left} left")
-
 
 GOOD = {
     BASELINE: BASE,
@@ -87,7 +84,6 @@ def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
     assert [len(one.results) for one in outcome.rounds] == [8, 4, 3]
     assert (outcome.stopped, outcome.failure) == ("", None)
     assert fake.calls[:3] == ["begin none", "10 steps", "end none"]
-    assert [line for line in fake.calls if line.endswith("left")] == ["3 left", "2 left", "2 left"]
 
 
 def test_a_candidate_that_fails_does_not_end_it() -> None:
@@ -190,46 +186,32 @@ def test_the_search_ends_if_all_candidates_fail() -> None:
     assert len(outcome.rounds) == 2
 
 
-def test_a_failed_trial_and_one_of_before_are_told() -> None:
-    out = io.StringIO()
-    [none, int4] = candidates("int4")
-    rungs = make_rungs(10, 2, 0.01)
-    display = Display(Console(file=out, width=200), 1, rungs, Budget(600, Clock()))
-    display.begin(none, rungs[0], Path("log"))
-    display.end(BASE, rungs[0], again=True)
-    display.begin(int4, rungs[0], Path("log"))
-    display.end(Result("int4", "failed", error="[no]"), rungs[0], again=False)
-    display.rung_over(rungs[0], 0)
-    assert out.getvalue().splitlines() == [
-        "trial 1 of 4: none, 10 steps, 10 min left, log log",
-        "rung 1, 10 steps  none                      100.0 ms a step, loss 2.0000, from before",
-        "trial 2 of 4: int4, 10 steps, 10 min left, log log",
-        "rung 1, 10 steps  int4                  failed: [no]",
-    ]
-
-
-def test_a_trial_shows_its_log_its_progress_and_its_wait() -> None:
+def test_the_display_tells_results_progress_and_what_a_trial_waits_for() -> None:
     out, clock, looked = io.StringIO(), Clock(), []
     [none, int4] = candidates("int4")
-    rungs = make_rungs(10, 1, 0.01)
 
     def look(tell: Callable[[str], None]) -> None:
         looked.append(clock.now)
         tell("a lock is in the way")
 
-    display = Display(Console(file=out, width=200), 1, rungs, Budget(None, clock), look)
-    display.begin(none, rungs[0], Path("exps/none/stdout.log"))
+    display = Display(Console(file=out, width=200), Budget(600, clock), look)
+    display.begin(none, RUNGS[0], Path("log"))
+    display.end(BASE, RUNGS[0], again=True)
+    display.begin(int4, RUNGS[0], Path("exps/int4/stdout.log"))
     for _ in range(100):
         clock.now += 1
         display.steps(0)
     assert len(looked) == 3
-    display.steps(5)
-    display.end(replace(BASE, seconds=600.0), rungs[0], again=False)
-    display.begin(int4, rungs[0], Path("exps/int4/stdout.log"))
+    display.end(Result("int4", "failed", error="[no]"), RUNGS[0], again=False)
     lines = out.getvalue().splitlines()
-    assert lines[0] == "trial 1 of 2: none, 10 steps, log exps/none/stdout.log"
-    assert lines[1:3] == ["trial 1 of 2: none, 0 of 10 steps after 31 s", "a lock is in the way"]
-    assert "trial 2 of 2: int4, 10 steps, about 10 min, log exps/int4/stdout.log" in lines
+    assert lines[:5] == [
+        "rung 1: none, 10 steps, 10 min left, log log",
+        "rung 1, 10 steps  none                      100.0 ms a step, loss 2.0000, from before",
+        "rung 1: int4, 10 steps, 10 min left, log exps/int4/stdout.log",
+        "int4: 0 of 10 steps after 31 s",
+        "a lock is in the way",
+    ]
+    assert lines[-1] == "rung 1, 10 steps  int4                  failed: [no]"
 
 
 def test_a_trial_timeout_holds_for_uncompressed_training_too() -> None:
