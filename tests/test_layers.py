@@ -239,9 +239,8 @@ TABLE = {
     ),
     "tools.plan": allow("config errors policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(
-        "errors planner safe_files tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_measure tools.plots"
+        "config errors planner safe_files tools.plan_cluster_plots tools.plan_measure tools.plots tools.tables"
     ),
-    "tools.plan_cluster_tables": allow("config errors planner tools.tables"),
     "tools.plan_measure": allow(
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),

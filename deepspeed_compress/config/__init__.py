@@ -32,7 +32,7 @@ from deepspeed_compress.config.places import (
     WeightsConfig,
 )
 from deepspeed_compress.config.schedules import brief, patched, settings_of, total_steps, written
-from deepspeed_compress.config.secrets import masked, masked_arguments
+from deepspeed_compress.config.secrets import masked
 from deepspeed_compress.config.section import find_missing, parse_section, with_preset
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "expand",
     "find_missing",
     "masked",
-    "masked_arguments",
     "parse_section",
     "patched",
     "read_ds_config",

@@ -1,7 +1,7 @@
 """Copies of a configuration without secrets: passwords, tokens and keys of services that a run reports to."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
@@ -22,22 +22,6 @@ def masked(config: Any) -> Any:
     if isinstance(config, list | tuple):
         return [masked(value) for value in config]
     return _ASSIGNED.sub(rf"\1{MASK}", _USER.sub(MASK, config)) if isinstance(config, str) else config
-
-
-def masked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line with `MASK` in place of secrets.
-
-    They are values after options such as "--api-key", values of "KEY=value", and credentials inside addresses.
-    """
-    pairs = zip(["", *arguments], arguments, strict=False)
-    return [_hidden_word(option, word) for option, word in pairs]
-
-
-def _hidden_word(option: str, word: str) -> str:
-    plain = word.startswith("-") or (word.isdigit() and not _words(option) & _ALWAYS)
-    if option.startswith("-") and "=" not in option and _secret(option) and not plain:
-        return MASK
-    return str(masked(word))
 
 
 def _words(key: str) -> set[str]:

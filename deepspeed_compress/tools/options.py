@@ -166,7 +166,7 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
     what = "file with a line for each node: its name, and the switches above it, such as 'node1 hall1/rack2'"
     cluster.add_argument("--nodes", type=Path, metavar="FILE", help=what)
-    what = "draw layouts, steps, other numbers of GPUs and other networks as PNG files in DIR"
+    what = "draw steps, other numbers of GPUs and other networks as PNG files in DIR"
     cluster.add_argument("--plot", type=Path, metavar="DIR", help=what)
 
 

@@ -1,18 +1,15 @@
-"""Pictures of ``ds-compress plan cluster``: layouts, their steps, and other sizes and networks of the cluster."""
+"""Pictures of ``ds-compress plan cluster``: steps of layouts, and other sizes and networks of the cluster."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from deepspeed_compress.planner.search import Candidate, Job, Plan
-from deepspeed_compress.planner.sweep import KINDS, Sweep, best, over_gpus, over_network
+from deepspeed_compress.planner.sweep import KINDS, Sweep, over_gpus, over_network
 from deepspeed_compress.tools import plots
 
 BEST = 10
 """Layouts whose steps are shown."""
-SLOWEST = 3.0
-"""Factor of the fewest days beyond which layouts are not shown in the picture of all."""
 LARGEST = 10_240
 """GPUs up to which nodes are doubled."""
 RATES = (1, 2, 5, 10, 20, 50, 100, 200, 400, 800, 1600)
@@ -20,7 +17,6 @@ RATES = (1, 2, 5, 10, 20, 50, 100, 200, 400, 800, 1600)
 GAIN = 0.05
 """Relative gain from which compression is said to pay, which is the difference that a prediction can see."""
 _SIZE = (9.0, 4.6)
-_INK = "#1f2328"
 _COLOURS = MappingProxyType(dict(zip(KINDS, (plots.GREY, *plots.COLOURS), strict=False)))
 _PARTS: Mapping[str, str] = {
     "compute": plots.COLOURS[0],
@@ -36,7 +32,6 @@ _PARTS: Mapping[str, str] = {
 def draw_all(plan: Plan, job: Job, directory: Path) -> Iterator[Path]:
     """Write the pictures of a plan into `directory`, and yield their paths. A single node has no network to draw."""
     directory.mkdir(parents=True, exist_ok=True)
-    yield draw_layouts(plan, job, directory / "layouts.png")
     yield draw_steps(plan.candidates[:BEST], job, directory / "steps.png")
     sizes = over_gpus(job, sizes_of(job.cluster.per_node))
     yield draw_scaling(sizes, job, directory / "scaling.png")
@@ -48,58 +43,6 @@ def draw_all(plan: Plan, job: Job, directory: Path) -> Iterator[Path]:
 def sizes_of(per_node: int) -> list[int]:
     """Return numbers of GPUs: nodes are doubled up to `LARGEST` GPUs."""
     return [per_node * 2**power for power in range(32) if per_node * 2**power <= LARGEST]
-
-
-def draw_layouts(plan: Plan, job: Job, file: Path) -> Path:
-    """Draw days over memory of all layouts that fit, with the Pareto front and the names of the best."""
-    figure = plots.new_figure(*_SIZE)
-    axes = figure.add_subplot()
-    for name, has in KINDS.items():
-        points = [_point(one) for one in plan.fitting if has(one.layout)]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", color=_COLOURS[name], markersize=3, alpha=0.5, label=name)
-    front = list(pareto_front(plan.fitting))
-    axes.plot(*_steps(front), color=_INK, linewidth=1, label="Pareto front")
-    axes.axvline(
-        job.cluster.gpu.memory / 1e9, color=plots.COLOURS[3], linewidth=1, linestyle=":", label="memory of a GPU"
-    )
-    fewest = front[-1].days
-    for one, symbol in zip(_named(plan, front), itertools.cycle("sD^vP*Xp")):
-        axes.plot(*_point(one), symbol, color=_INK, markersize=7, markerfacecolor="none", label=str(one.layout))
-    axes.set_ylim(0, SLOWEST * fewest)
-    axes.set_xlabel("memory of a GPU in GB")
-    axes.set_ylabel("days of the run")
-    plots.style_axes(axes, f"Layouts of {_title(job)}")
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    return plots.save_figure(figure, file)
-
-
-def pareto_front(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates that no other one beats in both memory and days, from the least memory."""
-    days = float("inf")
-    for one in sorted(found, key=_point):
-        if one.days < days:
-            days = one.days
-            yield one
-
-
-def _point(candidate: Candidate) -> tuple[float, float]:
-    """Return gigabytes and days."""
-    return candidate.prediction.memory.total / 1e9, candidate.days
-
-
-def _steps(front: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-    """Return the corners of the line along the front."""
-    points = [_point(one) for one in front]
-    corners = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
-    line = sorted([*points, *corners], key=lambda point: (point[0], -point[1]))
-    return [x for x, _ in line], [y for _, y in line]
-
-
-def _named(plan: Plan, front: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best of each kind, and the smallest of the front that is shown."""
-    smallest = next(one for one in front if one.days < SLOWEST * front[-1].days)
-    return list({one.layout: one for one in (*best(plan.fitting, KINDS).values(), smallest)}.values())
 
 
 def draw_steps(candidates: Sequence[Candidate], job: Job, file: Path) -> Path:

@@ -17,8 +17,7 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools import report, run_files
 from deepspeed_compress.tools.doctor.case import Case, read_run
-from deepspeed_compress.tools.doctor.command import print_text
-from deepspeed_compress.tools.doctor.diagnose import diagnose
+from deepspeed_compress.tools.doctor.command import diagnose, print_text
 from deepspeed_compress.tools.outputs.terminal import printable
 from tests.support.runs import trainer_run
 from tests.support.synthetic_runs import HEALTHY, config

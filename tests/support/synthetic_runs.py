@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, brief
 from deepspeed_compress.tools.doctor.case import Case, Run
-from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose
+from deepspeed_compress.tools.doctor.command import Diagnosis, diagnose
 
 STEPS = 40
 Change = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]

@@ -1,5 +1,7 @@
-"""`bench comm`: the collectives, and the rows, table and picture of their times."""
+"""`bench comm`: collectives and compressed activations, and the rows, tables and picture of their times."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from types import ModuleType
@@ -13,10 +15,10 @@ from rich.console import Console
 from deepspeed_compress.cli import main
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench import comm, step
-from deepspeed_compress.tools.bench.comm import plot_comm, table_of
-from deepspeed_compress.tools.bench.comm_rank import COLLECTIVES, Collective, measure_messages
+from deepspeed_compress.tools.bench.comm import RANK_PROGRAM, crossover_table, plot_comm, table_of, verdicts
+from deepspeed_compress.tools.bench.comm_rank import BITS, COLLECTIVES, measure_messages
 from deepspeed_compress.tools.bench.gauges import join
-from deepspeed_compress.tools.bench.jobs import EmulatedRanks
+from deepspeed_compress.tools.bench.jobs import EmulatedRanks, LaunchedRanks
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -64,12 +66,6 @@ def test_every_collective_is_fitted() -> None:
         assert row["bus_bytes_per_s"][0] == pytest.approx(rounds * 500 / row["seconds"][0])
         if row["fitted_bus_bytes_per_s"] is not None:
             assert row["fitted_bus_bytes_per_s"] == pytest.approx(rounds * 0.5 / row["fit"]["seconds_per_byte"])
-
-
-def test_sent_bytes_are_those_of_a_ring() -> None:
-    once, twice = Collective(lambda buffer: lambda: None), Collective(lambda buffer: lambda: None, rounds=2)
-    assert once.sent(1000, 4) == 750
-    assert twice.sent(1000, 4) == 1500
 
 
 def line(collective: str, rate: str | None) -> dict[str, Any]:
@@ -145,6 +141,62 @@ def test_ranks_are_closed_if_their_program_fails(
     assert "no such device" in err
 
 
-def test_one_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "comm", "--sizes", "4K", "4096"]) == 1
-    assert "--sizes [4096, 4096]: latency and bandwidth need at least two different sizes" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "4K", "4096"], "--sizes [4096, 4096]: latency and bandwidth need at least two different sizes"),
+        (["--kind", "tensor", "--emulate", "2,1gbit", "--plot", "comm.png"], "--plot: draws collectives only"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], message: str, capsys: Captured) -> None:
+    assert main(["bench", "comm", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def message(numel: int, bits: int, compressed: float, rate: float) -> dict[str, Any]:
+    return {"numel": numel, "bits": bits, "plain": 0.01, "compressed": compressed, "rate": rate}
+
+
+ROW = {
+    "kind": "tensor",
+    "ranks": 2,
+    "rate": "1gbit",
+    "messages": [
+        message(1000, 8, 0.02, 1e6),
+        message(1000, 4, 0.03, 1e6),
+        message(100_000, 8, 0.006, 2.5e8),
+        message(100_000, 4, 0.012, 5e7),
+    ],
+}
+
+
+def test_the_table_has_a_line_for_each_size() -> None:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(crossover_table(ROW))
+    text = capture.get()
+    assert "tensor, 2 ranks at 1gbit" in text
+    assert " ".join(text.split("100,000")[1].split()[:5]) == "10.00 6.00 40% 12.00 -20%"
+
+
+def test_the_largest_message_decides() -> None:
+    assert list(verdicts(ROW)) == [
+        "8 bits: saves time on this link; pays below about 2 Gbit/s per rank",
+        "4 bits: costs time on this link; pays below about 0.4 Gbit/s per rank",
+    ]
+
+
+def measured_activations(rank: int, kind: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows and the output of a rank."""
+    printed = io.StringIO()
+    with LaunchedRanks() as ranks, contextlib.redirect_stdout(printed):
+        rows, _ = ranks.run(RANK_PROGRAM, {"kind": kind, "rates": ranks.rates, "sizes": [4096, 8192]})
+    return rows, printed.getvalue()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("sequence", marks=pytest.mark.slow), "experts"])
+def test_rank_0_reports_every_size_and_number_of_bits(kind: str) -> None:
+    ([row], progress), (same, nothing) = run_forks(2, measured_activations, kind)
+    assert (progress, nothing) == (f"  {kind}\n", "")
+    assert same == [row]
+    assert [(one["numel"], one["bits"]) for one in row["messages"]] == [(n, b) for n in (2048, 4096) for b in BITS]

@@ -160,12 +160,6 @@ def test_a_group_survives_json(write: Write) -> None:
     assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
 
 
-@pytest.mark.parametrize(("native", "clipping"), [({}, 0.0), ({"gradient_clipping": 0.5}, 0.5)])
-def test_peers_clip_as_deepspeed_does(native: dict[str, float], clipping: float, write: Write) -> None:
-    [group] = groups([write("zero2_int4", {}, **native)], "ddp")
-    assert group.workload.clipping == clipping
-
-
 def test_an_invalid_section_is_reported_with_its_file(write: Write) -> None:
     files = [write("good", {}), write("wrong", {"gradients": {"bit": 4}})]
     with pytest.raises(ConfigError, match=r"^--config .*wrong.json: 1 problem .*\n.*/gradients/bit: unknown key"):

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.case import Case, read_run
-from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose
+from deepspeed_compress.tools.doctor.command import Diagnosis, diagnose
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rules import RULES
 

@@ -61,7 +61,9 @@ def test_the_written_files(tune: Tune, capsys: pytest.CaptureFixture[str]) -> No
     section = {"gradients": {"method": "blockwise", "bits": 4}, "weights": {"method": "none"}}
     assert optimal == {**FILE, SECTION: section}
     assert find_problems(optimal) == []
-    assert lint_text(Path("tuning_results/ds_config_optimal.json").read_text()) == []
+    files = [Path("tuning_results", name) for name in ("tuning.json", "ds_config_optimal.json")]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
+    assert lint_text(files[1].read_text()) == []
     out = capsys.readouterr().out
     line = Path("tuning_results/cmd_optimal.txt").read_text()
     assert line == "ds-compress run --num_gpus 2 train.py --deepspeed tuning_results/ds_config_optimal.json\n"
@@ -69,12 +71,6 @@ def test_the_written_files(tune: Tune, capsys: pytest.CaptureFixture[str]) -> No
     assert "rung 1, 30 steps  powersgd4             failed: RuntimeError: [no]" in out
     assert "left out: demo: /optimizer/params/betas" in out
     assert "Best: blockwise4 (blockwise bits=4): 2.50 times as fast, 7.7 times fewer bytes, loss gap +0.10%" in out
-
-
-def test_copies_of_the_configuration_are_private(tune: Tune) -> None:
-    tune()
-    files = [Path("tuning_results", name) for name in ("tuning.json", "ds_config_optimal.json")]
-    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
 
 
 def test_the_summary(tune: Tune) -> None:
@@ -170,10 +166,6 @@ def test_errors_are_reported_before_the_first_trial(tune: Tune, capsys: pytest.C
     Path("space.json").write_text('[{"name": "w", "weights": {"bits": 4}}]')
     assert tune("--space", "space.json") == 1
     assert "no candidate fits this file.\n  - w: " in capsys.readouterr().err
-    assert not Path("tuning_results").exists()
-
-
-def test_a_missing_script_is_reported_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(script="nowhere.py") == 1
     assert "nowhere.py: no such file" in capsys.readouterr().err
     assert not Path("tuning_results").exists()

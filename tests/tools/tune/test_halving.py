@@ -77,10 +77,6 @@ def test_the_best_third_is_promoted_in_order() -> None:
     assert reasons(a_round(*tried), "step_time")["c3"] == "not among the best 3"
 
 
-def test_two_candidates_are_both_promoted() -> None:
-    assert promoted(a_round(result("a", 0.001, 90), result("b", 0.0, 95)), "step_time") == ["a", "b"]
-
-
 def test_the_best_is_within_the_target_and_better_than_the_baseline() -> None:
     found = a_round(result("a", 0.008, 50), result("b", 0.004, 80), result("c", 0.0, 90), result("d", 0.0, 120))
     chosen = best([found], 0.005, "step_time")

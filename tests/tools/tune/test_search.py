@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from deepspeed_compress.tools.tune.halving import Result, Rung, make_rungs
@@ -143,14 +142,6 @@ def test_a_hanging_trial_fails_and_the_search_continues() -> None:
     assert (hung.status, hung.error) == ("failed", "took more than 3 times as long as uncompressed training")
     assert fake.clock.now == 100 + 7 * 10 + 90
     assert len(outcome.rounds[0].results) == 8
-
-
-@pytest.mark.parametrize(("seconds", "left"), [(None, math.inf), (50, 30)])
-def test_a_budget(seconds: float | None, left: float) -> None:
-    clock = Clock()
-    budget = Budget(seconds, clock)
-    clock.now += 20
-    assert budget.left() == left
 
 
 @dataclass
