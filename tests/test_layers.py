@@ -212,7 +212,7 @@ TABLE = {
     ),
     "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),
     "tools": allow(),
-    "tools.arguments": allow(lazily="config"),
+    "tools.arguments": allow("tools.bench.links", lazily="config"),
     "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
         "checkpointing.catalog checkpointing.completeness checkpointing.directory config errors safe_files "
@@ -228,7 +228,7 @@ TABLE = {
     ),
     "tools.schema": allow("config tools.lint"),
     "tools.islands": allow(
-        "config errors local_sgd.coordinator transport.errors transport.credentials",
+        "config errors local_sgd.coordinator tools.tables transport.errors transport.credentials",
         lazily="local_sgd.parameter_server",
     ),
     "tools.rollout": allow("rollout.served_store rollout.store rollout.store_server transport"),
@@ -260,7 +260,7 @@ TABLE = {
         "backends.activations.crossover collectives.exchange policy.alpha_beta tools.bench", "deepspeed torch"
     ),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
-    "tools.bench.options": allow("tools.arguments tools.bench.links"),
+    "tools.bench.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
     "tools.report": allow("config errors tools.outputs tools.run_directory tools.run_files tools.tables"),
     "tools.tune": allow(

@@ -1,10 +1,11 @@
 """Argument types for argparse, which prints their errors after the name of the option, and examples for `--help`."""
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
 
 def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
@@ -82,13 +83,8 @@ def _number(text: str, below: float, wanted: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Parse a rate such as "100mbit", "10 Gbit/s" or "1e8" and return it in bits per second."""
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)?", text.strip().lower())
-    factor = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+    """Parse the rate of a link as `tc` writes it, such as "100mbit", and return it in bits per second."""
     try:
-        value = float(match[1]) * factor[match[2]] if match else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 100mbit or 10gbit")
-    return value
+        return bits_per_second(text)
+    except ClusterError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

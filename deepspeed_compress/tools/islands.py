@@ -13,6 +13,7 @@ from deepspeed_compress.config.islands import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator import client
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
+from deepspeed_compress.tools.tables import print_table
 from deepspeed_compress.transport.credentials import set_tls
 from deepspeed_compress.transport.errors import AuthenticationError
 
@@ -109,20 +110,20 @@ def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) ->
 
 
 def _show(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    _tell(json.dumps(found, indent=2) if options.json else _table(found))
-
-
-def _table(found: Mapping[str, Any]) -> str:
-    """Return a line about the run and a table of its islands, with a column for each field that any of them has."""
+    """Print a line about the run and a table of its islands, with a column for each field that any of them has."""
+    if options.json:
+        _tell(json.dumps(found, indent=2))
+        return
     about = {key: value for key, value in found.items() if not isinstance(value, list)}
-    first = ", ".join(f"{key} {'none' if value is None else value}" for key, value in about.items())
+    _tell(", ".join(f"{key} {'none' if value is None else value}" for key, value in about.items()))
     islands = [*found.get("islands", found.get("hosts", []))]
     islands += [{**one, "silent": "missing"} for one in found.get("missing", [])]
     names = [name for name in _COLUMNS if any(name in island for island in islands)]
-    rows = [[_COLUMNS[name] for name in names], *([str(island.get(name, "")) for name in names] for island in islands)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([first, *(lines if islands else ["no island is connected"])])
+    rows = ([str(island.get(name, "")) for name in names] for island in islands)
+    if islands:
+        print_table("", [_COLUMNS[name] for name in names], rows, _COLUMNS.values())
+    else:
+        _tell("no island is connected")
 
 
 _OWN_HOST = ("127.0.0.1", "localhost", "::1")

@@ -60,8 +60,6 @@ def read_document(path: Path) -> Row:
     try:
         document: Row = json.loads(path.read_text(encoding="utf-8"))
         complete = all("workload" in row and "contender" in row for row in document["rows"])
-        for row in document["rows"] if complete else ():
-            row["workload"].setdefault("sequence", 1)  # rows of versions that could not divide sequences
     except (ValueError, KeyError, TypeError):
         complete = False
     if not complete:

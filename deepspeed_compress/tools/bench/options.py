@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.tools.arguments import add_subcommand, integer_from, positive_integer, positive_number
-from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
+from deepspeed_compress.tools.arguments import add_subcommand, integer_from, positive_integer, positive_number, rate
 
 PEERS = (
     "deepspeed",
@@ -153,11 +152,8 @@ def emulation(text: str) -> Emulation:
             f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit, or 4x2,1gbit for two ranks on "
             "each"
         )
-    try:
-        for rate in rates:
-            bits_per_second(rate)
-    except ClusterError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    for one in rates:
+        rate(one)
     return Emulation(int(hosts), tuple(rates), int(ranks))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.tools.bench.gauges import device, ranks_of_host
 from deepspeed_compress.tools.bench.workload import Workload
-from deepspeed_compress.training.stepper import Stepper
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,15 +55,6 @@ class Optimizer:
         """Return DeepSpeed's own schedule for `optimizer`, so that learning rates are bit-identical, or None."""
         found = self.schedule
         return getattr(lr_schedules, found["type"])(optimizer, **found["params"]) if found else None
-
-
-class PeerStepper(Stepper, Protocol):
-    """Stepper of a peer. `session` is the package's session if the peer uses it, else None."""
-
-    session: Any
-
-    def close(self) -> None:
-        """Release everything that the stepper holds in this process, so that the next one can start."""
 
 
 class TorchStepper:
@@ -115,7 +105,8 @@ class TorchStepper:
         """Return a context in which all ranks have the weights that the method trains."""
         return nullcontext()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release everything that the stepper holds in this process, so that the next one can start."""
 
     def _accumulate(self, tokens: Tensor, number: int, count: int) -> Tensor:
         with self.synchronised(number == count):
@@ -240,9 +231,7 @@ class Fsdp2Stepper(TorchStepper):
         return nullcontext()
 
 
-def _megatron(
-    workload: Workload, optimizer: Optimizer, start: int, section: Mapping[str, Any] | None = None
-) -> PeerStepper:
+def _megatron(workload: Workload, optimizer: Optimizer, start: int, section: Mapping[str, Any] | None = None) -> Any:
     # Megatron belongs to a separate extra, which other peers do not need.
     from deepspeed_compress.tools.bench.megatron import MegatronStepper
 
@@ -254,13 +243,13 @@ class Peer:
     """Peer to compare with.
 
     Attributes:
-        make: Function of the workload, the optimizer and `start` that returns the stepper of this rank. The first
-            `start` steps are those of plain DDP.
+        make: Function of the workload, the optimizer and `start` that returns the stepper of this rank: a `Stepper`
+            with the package's `session` or None, and `close`. The first `start` steps are those of plain DDP.
         least_start: Minimum of `start`, or None for a method that takes effect at once and ignores `start`.
         period: Number of optimizer steps after which the traffic pattern repeats.
     """
 
-    make: Callable[[Workload, Optimizer, int], PeerStepper]
+    make: Callable[[Workload, Optimizer, int], Any]
     least_start: int | None = None
     period: int = 1
 

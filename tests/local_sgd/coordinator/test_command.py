@@ -57,7 +57,7 @@ def test_status_prints_a_readable_table(tmp_path: Path, capsys: pytest.CaptureFi
         client = CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
         assert main(["islands", "status", address]) == 0
         client.leave()
-    about, titles, row = capsys.readouterr().out.splitlines()
+    about, titles, _, row = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip())
     assert about.startswith(f"run {client.run}, version 0, round none")
     assert re.split(r"\s{2,}", titles) == ["island", "host", "version", "waiting", "last seen (s)"]
     assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+\d+\.\d", row)

@@ -1,4 +1,3 @@
-import argparse
 import itertools
 import json
 import re
@@ -9,7 +8,6 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
-from deepspeed_compress.tools.arguments import rate
 from deepspeed_compress.tools.plan import Interval, intervals
 from deepspeed_compress.tools.plan_islands import CANDIDATES, fitting, plans
 
@@ -117,8 +115,7 @@ def planned(file: Path, islands: Any, *options: str, **rest: Any) -> int:
     ("options", "text"),
     [
         (("--hosts", "1"), "argument --hosts: '1' is not an integer from 2 up: a single island exchanges nothing"),
-        (("--bandwidth", "1e400"), "'1e400' is not a rate"),
-        (("--bandwidth=-5mbit",), "'-5mbit' is not a rate"),
+        (("--bandwidth=-5mbit",), "argument --bandwidth: rate '-5mbit': write a number and a unit, such as"),
         (("--step", "0"), "'0' is not a positive number"),
     ],
 )
@@ -160,7 +157,7 @@ def test_the_configured_interval_is_in_the_table(
 def test_intervals_that_the_section_forbids_are_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`sync_every` 1 would cost nothing here."""
     for settings, first in (({"fragments": 4}, 5), ({"fragments": 2, "delay": 9}, 10)):
-        assert planned(tmp_path / "ds.json", {"size": 1, **settings}, "--bandwidth", "9e15") == 0
+        assert planned(tmp_path / "ds.json", {"size": 1, **settings}, "--bandwidth", "9000000gbit") == 0
         output = capsys.readouterr().out
         assert f"sync_every {first} costs" in output
         rows = re.findall(r"^ +([0-9]+) ", output, re.MULTILINE)
@@ -192,17 +189,6 @@ def test_parameters_of_a_model_are_counted(tmp_path: Path, capsys: pytest.Captur
     assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}, "--model", str(model)) == 1
     assert "write the number of all others" in capsys.readouterr().err
     assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}) == 0
-
-
-@pytest.mark.parametrize(("text", "bits"), [("100mbit", 1e8), ("10 Gbit/s", 1e10), ("1e6", 1e6)])
-def test_rates_are_parsed(text: str, bits: float) -> None:
-    assert rate(text) == bits
-
-
-@pytest.mark.parametrize("text", ["", "fast", "-1mbit", "0", "1e400"])
-def test_invalid_rates_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        rate(text)
 
 
 def test_a_plan_marks_settings_outside_the_measured_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
