@@ -120,7 +120,7 @@ def test_output_that_cannot_be_written_is_an_error() -> None:
     command = [sys.executable, "-m", "deepspeed_compress.cli", "rule", "DSC100"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stderr) == (1, b"ds-compress: error: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (2, b"ds-compress: error: [Errno 28] No space left on device\n")
 
 
 def closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -151,7 +151,8 @@ def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[s
     assert "/gradients/bits" in out
     assert 'DeepSpeed gets zero_optimization: {"stage": 2, "overlap_comm": true}' in out
     assert "data-parallel size: 4 of 4 ranks" in out
-    assert f"warning: /{SECTION}/seed" in out
+    assert main(["check", path, "--world-size", "1"]) == 0
+    assert 'Write "method": "none", or start more ranks.' in capsys.readouterr().out
 
 
 def test_check_marks_the_keys_of_the_preset(write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,12 +165,17 @@ def test_check_marks_the_keys_of_the_preset(write, capsys: pytest.CaptureFixture
 
 
 def test_check_lists_every_error(write, capsys: pytest.CaptureFixture[str]) -> None:
-    section = {"gradients": {"bits": 5, "bit": 4}, "parallelism": {"zero_stage": 1, "tensor": 3}}
-    assert main(["check", write(section, zero_optimization={"stage": 2}), "--world-size", "4"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    pointers = ["gradients/bit", "gradients/bits", "parallelism/zero_stage", "parallelism"]
-    assert [line.split(": ")[1] for line in lines[:-1]] == [f"/{SECTION}/{pointer}" for pointer in pointers]
-    assert lines[-1].endswith("4 errors")
+    """Those of the section come first. The rest of the file is compared with a section that is valid."""
+    parallelism = {"parallelism": {"zero_stage": 1, "tensor": 3}}
+    for section, pointers in (
+        ({"gradients": {"bits": 5, "bit": 4}, **parallelism}, ["gradients/bit", "gradients/bits"]),
+        (parallelism, ["parallelism/zero_stage", "parallelism"]),
+    ):
+        assert main(["check", write(section, zero_optimization={"stage": 2}), "--world-size", "4"]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        found = [line.split(": ")[1] for line in lines[:-1]]
+        assert sorted(found) == sorted(f"/{SECTION}/{pointer}" for pointer in pointers)
+        assert lines[-1].endswith("2 errors")
 
 
 def test_check_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
