@@ -83,14 +83,10 @@ def total_steps(ds_config: Mapping[str, Any], schedule: Schedule) -> int | None:
     """Return the optimizer steps of the whole training, from the section or the scheduler; None if unknown."""
     if schedule.total_steps is not None:
         return schedule.total_steps
-    found = _scheduler_params(ds_config).get("total_num_steps")
-    return int(found) if isinstance(found, int | float) and found >= 1 else None
-
-
-def _scheduler_params(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     scheduler = ds_config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
-    return params if isinstance(params, Mapping) else {}
+    steps = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    return int(steps) if isinstance(steps, int | float) and steps >= 1 else None
 
 
 _FIELDS: Mapping[str, frozenset[str]] = {

@@ -129,7 +129,10 @@ def _validated(ds_config: Mapping[str, Any]) -> tuple[CompressConfig | None, lis
         section = CompressConfig.model_validate(raw)
         problems += _patch_problems(section) or find("section", Configuration(section))
     except ValidationError as error:
-        problems += _outside_reported_places(problems, translate(error, raw))
+        # What lies at or below a place already reported is left out.
+        places = [found.pointer for found in problems]
+        others = translate(error, raw)
+        problems += [p for p in others if not any(f"{p.pointer}/".startswith(f"{place}/") for place in places)]
     return None if problems else section, sorted(problems, key=lambda found: found.pointer)
 
 
@@ -177,12 +180,6 @@ def _auto_values(value: object, path: Path) -> Iterator[Diagnostic]:
         items = list(enumerate(value)) if isinstance(value, list | tuple) else []
     for key, child in items:
         yield from _auto_values(child, (*path, key))
-
-
-def _outside_reported_places(found: list[Diagnostic], others: Iterator[Diagnostic]) -> list[Diagnostic]:
-    """Return the problems that do not lie at or below a place already reported."""
-    places = [one.pointer for one in found]
-    return [p for p in others if not any(f"{p.pointer}/".startswith(f"{place}/") for place in places)]
 
 
 def _patch_problems(section: CompressConfig) -> list[Diagnostic]:

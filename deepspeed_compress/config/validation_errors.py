@@ -158,13 +158,10 @@ def _remedy_of_key(path: Path, value: object, view: SchemaView) -> str | None:
         return f'"gradients": {{"bits": {bits}}}'
     for place, having, _ in view.places(path):
         if place == ("gradients", key):
-            method = {} if DEFAULT_METHOD in having or not having else {"method": _usual(having)}
+            usual = "topk" if "topk" in having else next(iter(having), DEFAULT_METHOD)
+            method = {} if DEFAULT_METHOD in having or not having else {"method": usual}
             return f'"gradients": {json.dumps({**method, key: value}, default=repr)}'
     return None
-
-
-def _usual(methods: list[str]) -> str:
-    return "topk" if "topk" in methods else methods[0]
 
 
 def _remedy_of_switch(parent: Path, value: object, view: SchemaView) -> str:

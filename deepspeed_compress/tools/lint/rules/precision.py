@@ -223,10 +223,6 @@ def loss_scale_range(document: Document, context: Context) -> Findings:
         yield finding(("fp16", "loss_scale"), what, "0")
 
 
-def _dynamic(document: Document) -> bool:
-    return document.fp16 and document.number("fp16", "loss_scale", default=0) == 0
-
-
 @rule("DSC310", "error")
 def loss_scale_window_range(document: Document, context: Context) -> Findings:
     """The window or the minimum of the dynamic loss scale is not positive.
@@ -237,10 +233,11 @@ def loss_scale_window_range(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale_window": 1000}}
     Proof: raises loss_scale_window must be > 0
     """
+    dynamic = document.fp16 and document.number("fp16", "loss_scale", default=0) == 0
     for key in ("loss_scale_window", "min_loss_scale"):
         value = document.get("fp16", key)
         found = number(value)
-        if isinstance(value, bool) or (found is not None and found <= 0 and _dynamic(document)):
+        if isinstance(value, bool) or (found is not None and found <= 0 and dynamic):
             what = f"{show(value)} is refused with a dynamic loss scale (allowed: 1 or more)"
             yield finding(("fp16", key), what, "1000" if key == "loss_scale_window" else "1")
 
