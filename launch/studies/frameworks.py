@@ -44,6 +44,8 @@ from launch.studies.framework_jobs import FRAMEWORKS, SAVE_EVERY, SECTIONS, STEP
 from launch.studies.harness import CPU, ROOT, new_parser, read_result, run_study, tracked
 
 TORCH, DEEPSPEED = "torch==2.13.0", "deepspeed==0.19.8"
+_GRACE = 30.0
+"""Seconds that a command has to end after SIGTERM."""
 COLUMNS = ("framework", "trains", "ratio", "none", "4 bits", "resume", "load", "merge")
 _STUB = "torchaudio"
 """Package that some frameworks import, and that fails to load if its torch is another one. It is replaced by a stub."""
@@ -164,10 +166,17 @@ class Environment:
             except subprocess.TimeoutExpired:
                 output.write(b"\nTimeoutError: the time limit of a run has passed\n")
             finally:
-                # Ranks that hang would disturb the next run.
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _end(process)
         return process.returncode, log.read_text(encoding="utf-8", errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command with all of its processes. Launchers get time to end their ranks, which have their own sessions."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
 
 
 @dataclass(frozen=True)
