@@ -237,7 +237,7 @@ TABLE = {
         "yaml",
         lazily="pydantic",
     ),
-    "tools.plan": allow("config errors policy tools.plots tools.tables", lazily="matplotlib"),
+    "tools.plan": allow("config errors planner policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(
         "config errors planner safe_files tools.plan_cluster_plots tools.plan_measure tools.plots tools.tables"
     ),
@@ -245,7 +245,6 @@ TABLE = {
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
     "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
-    "tools.plan_islands": allow("config errors planner tools.tables"),
     "tools.run_files": allow("errors safe_files tools.outputs"),
     "tools.run_directory": allow("config errors monitor tools.run_files"),
     "tools.time_to_loss": allow(

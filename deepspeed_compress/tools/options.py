@@ -109,13 +109,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
     what = "show which settings apply at which step"
     examples = ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"]
-    schedule = add_subcommand(subjects, "schedule", "tools.plan:run", what, examples)
+    schedule = add_subcommand(subjects, "schedule", "tools.plan:run_schedule", what, examples)
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     schedule.add_argument("--steps", type=positive_integer, metavar="N", help="total optimizer steps of the training")
     schedule.add_argument("--output", type=Path, metavar="PNG", help="also draw the schedule")
     what = "estimate the cost of exchanges between islands, and how often to exchange"
     examples = ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"]
-    islands = add_subcommand(subjects, "islands", "tools.plan_islands:run", what, examples)
+    islands = add_subcommand(subjects, "islands", "tools.plan:run_islands", what, examples)
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
     what = "number of parameters, such as 124M, or a model's config.json"
     islands.add_argument("--model", required=True, metavar="N|FILE", help=what)

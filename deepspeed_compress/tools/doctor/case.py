@@ -345,8 +345,7 @@ class Case:
     @property
     def encoded_bytes(self) -> float:
         """Return a lower bound for the bytes of gradients, counted as fp32, that are encoded per step."""
-        reductions = self.accumulation if self.stage >= 2 else 1
-        return 4 * self.sent_elements * reductions
+        return 2 * self.median("bytes_uncompressed") / self.element_bytes
 
     def patch(self, change: Callable[..., Mapping[str, Any] | None], *arguments: object) -> dict[str, Any] | None:
         """Return the merge patch for what `change` does to the configuration, or None if that is not known.

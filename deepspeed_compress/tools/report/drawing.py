@@ -129,6 +129,11 @@ def _legend(chart: Chart) -> str:
         (f'<path style="fill:var(--{symbol.colour})" transform="translate(8 6)" d="{symbol.outline}"/>', title)
         for title, symbol in symbols.items()
     ]
+    return legend(swatches)
+
+
+def legend(swatches: Iterable[tuple[str, str]]) -> str:
+    """Return a legend of shapes (SVG in 16 x 12 units) with their names."""
     items = (
         f'<li><svg class="swatch" viewBox="0 0 16 12" aria-hidden="true">{shape}</svg>{html.escape(name)}</li>'
         for shape, name in swatches

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from deepspeed_compress.config import masked
-from deepspeed_compress.tools.report.drawing import svg_chart
+from deepspeed_compress.tools.report.drawing import legend, svg_chart
 from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
 from deepspeed_compress.tools.report.panels import Bars, bars, charts, missing
 from deepspeed_compress.tools.report.runs import Run
@@ -90,8 +90,8 @@ def _bars(shown: Bars) -> str:
         + f"</div><span>{totals[index]:,.4g} {shown.unit}</span></div>"
         for index, name in enumerate(shown.runs)
     )
-    legend = _legend((title, colour) for title, colour, _ in shown.parts)
-    return f"<figure><figcaption><h3>{_escape(shown.title)}</h3>{legend}</figcaption><div>{rows}</div></figure>"
+    swatches = _legend((title, colour) for title, colour, _ in shown.parts)
+    return f"<figure><figcaption><h3>{_escape(shown.title)}</h3>{swatches}</figcaption><div>{rows}</div></figure>"
 
 
 def _part(share: float, colour: str, title: str) -> str:
@@ -99,12 +99,8 @@ def _part(share: float, colour: str, title: str) -> str:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    items = (
-        f'<li><svg class="swatch" viewBox="0 0 16 12" aria-hidden="true">'
-        f'<rect y="1" width="16" height="10" rx="2" style="fill:var(--{colour})"/></svg>{_escape(title)}</li>'
-        for title, colour in entries
-    )
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    shape = '<rect y="1" width="16" height="10" rx="2" style="fill:var(--{})"/>'
+    return legend((shape.format(colour), title) for title, colour in entries)
 
 
 def _timelines(shown: Sequence[SettingsTimeline]) -> list[str]:
@@ -122,11 +118,13 @@ def _timeline(timeline: SettingsTimeline, colours: Mapping[str, str], last: int)
         _part((end - begin) / last, colours[interval.setting], f"{interval.setting}: steps {begin} to {end - 1}")
         for interval, begin, end in zip(timeline.intervals, begins, ends, strict=True)
     )
-    legend = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items())
+    swatches = _legend(
+        (f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items()
+    )
     name = _escape(timeline.run)
     return (
         f'<div class="bar"><span title="{name}">{name}</span><div class="parts strip">{pieces}</div>'
-        f"<span>{last:,} steps</span></div>{legend}"
+        f"<span>{last:,} steps</span></div>{swatches}"
     )
 
 

@@ -18,7 +18,7 @@ from deepspeed_compress.config import parse_section
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
-from deepspeed_compress.tools.plan_islands import plans
+from deepspeed_compress.tools.plan import plans
 from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, SGD, section
 from tests.support.jobs import (

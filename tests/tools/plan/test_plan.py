@@ -8,8 +8,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
-from deepspeed_compress.tools.plan import Interval, intervals
-from deepspeed_compress.tools.plan_islands import CANDIDATES, fitting, plans
+from deepspeed_compress.tools.plan import CANDIDATES, Interval, fitting, intervals, plans
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
