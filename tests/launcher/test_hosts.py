@@ -173,6 +173,7 @@ def test_one_lost_host_loads_from_its_neighbors_memory_and_two_load_from_disk(tm
     hold(directory, 8, 17)
     with HostsJob(directory, 3, 2, last=STEPS) as job:
         until(at_step(directory, 0, 8), job.agents[0], STARTING)
+        job.until_copied(6)
         lost = job.others()[0]
         cut = job.cut([lost])
         release(directory, 8)

@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.outputs.terminal import printable
 from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
-from deepspeed_compress.tools.run_files import is_number, read_content
+from deepspeed_compress.tools.run_files import is_number, is_step, read_content
 
 Columns = dict[str, dict[int, Any]]
 
@@ -74,9 +74,12 @@ def _read_csv(path: Path) -> dict[int, float]:
     try:
         for row in csv.reader(text):
             if len(row) == 2 and row[0].isascii() and row[0].isdecimal():
-                while points and points[-1][0] >= int(row[0]):
+                samples = int(row[0])
+                if not is_step(samples):
+                    raise ValueError("more samples than any run sees")
+                while points and points[-1][0] >= samples:
                     points.pop()
-                points.append((int(row[0]), float(row[1])))
+                points.append((samples, float(row[1])))
     except (ValueError, OverflowError, csv.Error) as error:
         raise DataError(
             f"{path}:{len(points) + 2}: not a line of a CSV monitor ({printable(str(error))}); remove the file"

@@ -342,6 +342,13 @@ def test_the_csv_monitor_of_deepspeed_is_read(place: str, tmp_path: Path) -> Non
     assert run.column("bytes_sent") == {2: 1_000_000}
 
 
+def test_a_csv_monitor_with_more_samples_than_any_run_sees_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "Train_Samples_lr.csv"
+    file.write_text(f"step,lr\n8,0.1\n{'9' * 400},0.1\n")
+    with pytest.raises(DataError, match=r"Train_Samples_lr.csv:3: .*more samples"):
+        load_runs(tmp_path, None)
+
+
 def test_the_csv_monitor_in_a_configured_directory_is_found(tmp_path: Path) -> None:
     elsewhere, run = tmp_path / "elsewhere/job", tmp_path / "run"
     elsewhere.mkdir(parents=True)
