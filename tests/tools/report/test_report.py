@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.errors import DataError
 from deepspeed_compress.config.numbers import short
+from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.report.drawing import step_scale, value_scale
 from deepspeed_compress.tools.report.figures import table_rows, tiles
