@@ -3,7 +3,6 @@
 Mutations have fixed seeds. They run in a forked process, so that crashes, hangs and memory growth are detected.
 """
 
-import copy
 import gc
 import hashlib
 import json
@@ -35,6 +34,7 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.local_sgd.deepspeed.state_files import take_for_island
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.checkpoints import publish, save, write
+from tests.support.mutations import damage, damaged_document, damaged_line
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -45,72 +45,6 @@ MOST_MEMORY = 500 * 2**10
 SECONDS = 120
 ONE = Position(0, 1, 0, 1)
 CPU = torch.device("cpu")
-VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 3, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf"), "", "x", "\x1b[2J", "../.."),
-    *([], {}, [[]], [None], {"a": 1}, ["", 0, 2**60], [["p", -4, 12]], "9" * 400),
-)
-
-
-def places(found: Any) -> list[tuple[Any, Any]]:
-    """Return (container, key) for every value in a document."""
-    items = (
-        list(found.items()) if isinstance(found, dict) else list(enumerate(found)) if isinstance(found, list) else []
-    )
-    return [one for key, child in items for one in ((found, key), *places(child))]
-
-
-def change(found: Any, rng: random.Random) -> None:
-    """Change a value of the document, remove one, or add a key."""
-    known = places(found)
-    if not known:
-        return
-    holder, key = rng.choice(known)
-    match rng.randrange(4):
-        case 0:
-            del holder[key]
-        case 1 if isinstance(holder, dict):
-            holder[rng.choice(["step", "x", "", "version", "files"])] = copy.deepcopy(rng.choice(VALUES))
-        case 2:
-            holder[key] = [copy.deepcopy(holder[key]) for _ in range(rng.choice((2, 100)))]
-        case _:
-            holder[key] = copy.deepcopy(rng.choice(VALUES))
-
-
-def damage(content: bytes, rng: random.Random) -> bytes:
-    """Return `content` with flipped bits, or with a part removed, repeated, nested or replaced."""
-    begin, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
-    match rng.randrange(7):
-        case 0:
-            return content[:begin]
-        case 1:
-            return content[:begin] + content[end:]
-        case 2:
-            return content[:end] + content[begin:]
-        case 3:
-            return (
-                content[:begin] + rng.choice((b"[", b"{", b'{"a":', b"(")) * rng.choice((3, 50_000)) + content[begin:]
-            )
-        case 4:
-            return (
-                content[:begin]
-                + rng.choice((b"9" * 5000, b"\x00", b"\xff\xfe", b"NaN", b"1e999", b"null"))
-                + content[end:]
-            )
-        case _:
-            flipped = bytearray(content)
-            for _ in range(rng.choice((1, 1, 8))):
-                flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-            return bytes(flipped)
-
-
-def damaged_text(original: bytes, rng: random.Random, sign: Callable[[Any], Any] = lambda found: found) -> bytes:
-    """Return a changed JSON document, `sign`ed again, or damaged bytes, with equal probability."""
-    if rng.random() < 0.5:
-        return damage(original, rng)
-    found = json.loads(original)
-    for _ in range(rng.choice((1, 1, 3))):
-        change(found, rng)
-    return json.dumps(sign(found)).encode()
 
 
 @dataclass(frozen=True)
@@ -123,9 +57,11 @@ class Kind:
     rounds: int = 2000
 
 
-def corrupt_text(sign: Callable[[Any], Any] = lambda found: found) -> Callable[..., None]:
+def corrupt_by(damaged: Callable[..., bytes], *sign: Callable[[Any], Any]) -> Callable[..., None]:
+    """Return a function that damages a file by one of `mutations`."""
+
     def corrupt(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
-        file.write_bytes(damaged_text(originals[file], rng, sign))
+        file.write_bytes(damaged(originals[file], rng, *sign))
 
     return corrupt
 
@@ -167,7 +103,7 @@ def corrupt_state(file: Path, originals: Mapping[Path, bytes], rng: random.Rando
         ).contiguous()
         save_file(tensors, file)
     plain = originals[text]
-    text.write_bytes(damaged_text(plain, rng, lambda found: resign(file, found)))
+    text.write_bytes(damaged_document(plain, rng, lambda found: resign(file, found)))
     if file.read_bytes() != originals[file] and rng.random() < 0.7:
         text.write_text(json.dumps(resign(file, json.loads(plain))))
 
@@ -211,10 +147,6 @@ def read_list(file: Path) -> None:
 def write_latest(directory: Path) -> Path:
     write_checkpoint(directory)
     return directory / catalog.LATEST
-
-
-def corrupt_bytes(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
-    file.write_bytes(damage(originals[file], rng))
 
 
 def read_latest(file: Path) -> None:
@@ -267,24 +199,17 @@ def write_lines(directory: Path) -> Path:
     return directory / "compression.jsonl"
 
 
-def corrupt_lines(file: Path, originals: Mapping[Path, bytes], rng: random.Random) -> None:
-    lines = originals[file].splitlines()
-    number = rng.randrange(len(lines))
-    lines[number] = damaged_text(lines[number], rng)
-    file.write_bytes(b"\n".join(lines) + b"\n" * rng.randrange(2))
-
-
 def read_run(file: Path) -> None:
     read_directory(file.parent)
 
 
 KINDS = {
     "state": Kind(write_state, corrupt_state, read_state),
-    "list": Kind(write_checkpoint, corrupt_text(sign_list), read_list),
-    "latest": Kind(write_latest, corrupt_bytes, read_latest),
-    "island": Kind(write_island, corrupt_text(), read_island),
-    "configuration": Kind(write_config, corrupt_text(), read_config, rounds=500),
-    "statistics": Kind(write_lines, corrupt_lines, read_run),
+    "list": Kind(write_checkpoint, corrupt_by(damaged_document, sign_list), read_list),
+    "latest": Kind(write_latest, corrupt_by(damage), read_latest),
+    "island": Kind(write_island, corrupt_by(damaged_document), read_island),
+    "configuration": Kind(write_config, corrupt_by(damaged_document), read_config, rounds=500),
+    "statistics": Kind(write_lines, corrupt_by(damaged_line), read_run),
 }
 
 
