@@ -235,16 +235,6 @@ def test_the_quickstart_does_nothing_twice_unless_forced(checkout: Checkout) -> 
     assert (len(checkout.calls("pip install")), len(checkout.calls("train_gpt.py"))) == (2, 6)
 
 
-def test_the_quickstart_explains_itself() -> None:
-    process = start("quickstart", ["--help"])
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "--force" in process.stdout
-    assert start("quickstart", ["--fast"]).returncode == 2
-    script = (ROOT / "launch" / "quickstart.sh").read_text()
-    assert [name for name in RUNS if not (ROOT / f"configs/quickstart_{name}.json").is_file()] == []
-    assert [name for name in RUNS if f"\ntrain {name} " not in script] == []
-
-
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_shellcheck_has_nothing_to_say() -> None:
     files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "launch").glob("*.sh"))

@@ -10,29 +10,16 @@ import pytest
 
 from tests.support import selection
 from tests.support.selection import (
-    MOST_SECONDS,
     PROCESSORS,
     SlowTest,
     changed_paths,
     environment_of,
     processor_features,
-    processor_of,
     select,
     sources_of,
 )
 
 ROOT = Path(__file__).parents[1]
-
-
-def test_a_machine_without_avx2_does_not_emulate_it() -> None:
-    assert processor_of("avx2", ["avx2"]) == "avx2"
-    assert {processor_of(name, []) for name in ("native", "default")} == {"native", "default"}
-
-
-@pytest.mark.parametrize(("asked", "features"), [("avx2", []), ("avx9", ["avx2"]), ("", ["avx2"]), ("7a0c", ["avx2"])])
-def test_unavailable_processors_are_refused(asked: str, features: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"'{asked}' is none of .*'default'"):
-        processor_of(asked, features)
 
 
 @pytest.mark.slow("tests/conftest.py")
@@ -75,11 +62,6 @@ def test_the_most_specific_tests_run_and_the_others_are_named() -> None:
     assert select(tests, frozenset({"package", "package/a.py"}), seconds=1).due == {"narrow[0]"}
 
 
-def test_a_long_test_leaves_its_time_to_shorter_ones() -> None:
-    due, left_out = select([slow("long", "a", seconds=MOST_SECONDS + 1), slow("short", "a")], None)
-    assert (due, left_out) == ({"short"}, ("long",))
-
-
 def test_sources_are_the_package_directory_the_file_and_its_imports() -> None:
     sources = sources_of(ROOT / "tests" / "tools" / "lint" / "test_rules.py")
     assert {"deepspeed_compress/tools/lint", "tests/tools/lint/test_rules.py"} <= sources
@@ -89,12 +71,6 @@ def test_sources_are_the_package_directory_the_file_and_its_imports() -> None:
     assert "launch/studies" in sources_of(ROOT / "tests" / "studies" / "test_race.py")
     assert "deepspeed_compress" in sources_of(ROOT / "tests" / "attack" / "test_files.py")
     assert "deepspeed_compress/backends" in sources_of(ROOT / "tests" / "backends" / "test_ddp.py")
-
-
-@pytest.mark.parametrize("source", ["deepspeed_compress/no_module.py", 8])
-def test_a_source_that_does_not_exist_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match="are not files or directories"):
-        sources_of(Path(__file__), [source])
 
 
 MANY = """
@@ -204,29 +180,6 @@ def test_a_default_run_has_a_share_of_the_cases(repository: Path) -> None:
 )
 def test_a_change_makes_the_tests_of_its_file_due(repository: Path, file: str, due: set[str]) -> None:
     assert due_after(repository, file) == due
-
-
-def test_tests_are_due_until_all_have_passed(repository: Path) -> None:
-    """Also at a later commit that changes something else. Nothing but that file ends it."""
-    assert due_after(repository, "deepspeed_compress/monitor/clock.py") == {"test_other"}
-    assert due_after(repository, "README.md") == {"test_other"}
-    (repository / selection.ALL_PASSED).write_text(git(repository, "rev-parse", "HEAD"))
-    assert due_after(repository, "README.md") == set()
-
-
-def test_what_ci_leaves_out_is_printed(repository: Path) -> None:
-    (repository / "configs" / "new.json").write_text("{}")
-    due, output = collected(repository, "not slow or due")
-    assert sum("test_of_files[" in test for test in due) == MOST_SECONDS // 10 < 60
-    assert f"{60 - MOST_SECONDS // 10} tests/tools/test_many.py::test_of_files" in output
-    assert collected(repository, "not slow or due")[0] == due
-    assert "left out" not in collected(repository, "not slow")[1]
-
-
-@pytest.mark.parametrize("recorded", ["", "0123456789012345678901234567890123456789"])
-def test_everything_is_due_if_the_changes_are_unknown(repository: Path, recorded: str) -> None:
-    (repository / selection.ALL_PASSED).write_text(recorded)
-    assert due_after(repository) == {"test_slow", "test_sampled", "test_of_files", "test_other"}
 
 
 def test_a_copy_without_git_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

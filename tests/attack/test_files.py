@@ -1,17 +1,14 @@
 """Damaged files of every kind that the package reads are refused by name, or read correctly.
 
-Mutations have fixed seeds. They run in a forked process, so that crashes, hangs and memory growth are detected.
+Mutations have fixed seeds. They run in a process of its own, so that crashes, hangs and memory growth are detected.
 """
 
-import gc
 import hashlib
 import json
-import multiprocessing
 import random
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +31,7 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.local_sgd.deepspeed.state_files import take_for_island
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.checkpoints import publish, save, write
+from tests.support.forks import run_forks
 from tests.support.mutations import damage, damaged_document, damaged_line
 
 pytestmark = pytest.mark.sampled(3)
@@ -213,10 +211,11 @@ KINDS = {
 }
 
 
-def attack(name: str, directory: Path, result: Connection) -> None:
-    """Damage and read files in many rounds, and send all errors that do not name the file."""
-    # Garbage of earlier tests may wait for threads that this process does not have.
-    gc.freeze()
+def attack(rank: int, name: str, directory: Path) -> tuple[list[str], int, int]:
+    """Damage and read files in many rounds.
+
+    Return all errors that do not name the file, the number of refusals, and the growth of memory in KiB.
+    """
     kind, found = KINDS[name], list[str]()
     file = kind.prepare(directory)
     originals = {one: one.read_bytes() for one in directory.rglob("*") if one.is_file()}
@@ -233,34 +232,13 @@ def attack(name: str, directory: Path, result: Connection) -> None:
                 found.append(f"round {number} does not name the file: {error!r:.300}")
         except Exception as error:
             found.append(f"round {number}: {error!r:.300}")
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    result.send((found, refused, used))
+    return found, refused, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
-@pytest.mark.filterwarnings("ignore::deepspeed_compress.errors.CompressWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_damaged_files_are_refused_by_name_or_read(name: str, tmp_path: Path) -> None:
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else tmp_path) as directory:
-        found, refused, used = attack_in_process(name, Path(directory))
+        [(found, refused, used)] = run_forks(1, attack, name, Path(directory), timeout=SECONDS)
     assert found == [], f"{len(found)} of {KINDS[name].rounds}"
     assert used < MOST_MEMORY
     assert name == "island" or refused > KINDS[name].rounds // 10
-
-
-def attack_in_process(name: str, directory: Path) -> tuple[list[str], int, int]:
-    """Return the result of `attack` in a forked process."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=attack, args=(name, directory, sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        assert receiver.poll(SECONDS), "the process hangs"
-        outcome: tuple[list[str], int, int] = receiver.recv()
-        return outcome
-    except EOFError:
-        process.join()
-        pytest.fail(f"the process died with exit code {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()

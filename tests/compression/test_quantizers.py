@@ -356,6 +356,8 @@ def test_a_non_finite_element_affects_only_its_block(codec: BlockQuantizer, bad:
 
 
 SIZES: list[tuple[Compressor, list[int]]] = [
+    (Blockwise(8, 64), [0, 8, 68, 76, 144]),
+    (Blockwise(4, 64), [0, 8, 36, 44, 80]),
     (Blockwise(8, 64, scale_dtype=BF16), [0, 8, 68, 72, 140]),
     (Blockwise(2, 64), [0, 8, 20, 28, 48]),
     (Blockwise(2, 64, scale_dtype=FP16), [0, 8, 20, 24, 44]),

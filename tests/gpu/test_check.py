@@ -12,20 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_compress.errors import CompressError
 from tests.gpu import check
-from tests.gpu.check import PARTS, ROOT, Part, limits, main, parse, run_part
-from tests.gpu.findings import VERDICTS, Finding, document, print_table
+from tests.gpu.check import PARTS, ROOT, Part, limits, main, run_part
+from tests.gpu.findings import Finding, print_table
 from tests.gpu.wheels import COMMANDS, install_wheels
 from tests.support.processes import wait_until_gone
 from tests.support.transport import until
 
-FOUND = [
-    Finding("bits: quantize", "pass", "3 sizes", "as plain torch", part="kernels"),
-    Finding("bits: decode", "fail", "9 elements", "as plain torch", "result 0 differs", "kernels"),
-    Finding("speed: top-k", "missed", "40% of copy", ">= 50% of copy", part="kernel_speed"),
-    Finding("errors: memcheck", "not run", why="compute-sanitizer is not on PATH", part="sanitizer"),
-]
 SOURCE = """
 import os, subprocess, sys, time
 import pytest
@@ -45,27 +38,6 @@ def test_without_a_gpu():
 def test_every_part_has_a_file_and_every_file_a_part() -> None:
     marked = {file.stem for file in Path(__file__).parent.glob("test_*.py") if "mark.gpu" in file.read_text()}
     assert {f"test_{part.name}" for part in PARTS} == marked - {Path(__file__).stem}
-
-
-def test_parts_come_in_their_order() -> None:
-    assert [part.name for part in parse(["--parts", "loss,kernels"]).parts] == ["kernels", "loss"]
-    assert parse([]).parts == PARTS
-
-
-@pytest.mark.parametrize("wrong", [["--parts", "loss,colour"], ["--minutes", "0"], ["--device", "tpu"]])
-def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(wrong)
-    assert ended.value.code == 2
-    assert wrong[0] in capsys.readouterr().err
-
-
-def test_help_has_examples_and_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    shown = capsys.readouterr().out
-    assert "bash launch/gpu_check.sh --parts kernels,kernel_speed" in shown
-    assert all(part.summary in shown for part in PARTS)
 
 
 def test_all_parts_together_use_the_whole_time() -> None:
@@ -147,28 +119,6 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, mon
     wait_until_gone(int(file.read_text()))
 
 
-def test_finding_nothing_is_no_success(tmp_path: Path) -> None:
-    (tmp_path / "test_empty.py").write_text("")
-    [finding] = run_part(Part("empty", "", 1.0, tmp_path), time.time() + 600, environment={"PYTHONPATH": str(ROOT)})
-    assert (finding.verdict, finding.why[:19]) == ("fail", "ended with status 5")
-
-
-def test_the_document_counts_verdicts() -> None:
-    found = document(FOUND, {"torch": "2.13"})
-    assert found["verdicts"] == dict.fromkeys(VERDICTS, 1)
-    assert Finding(**found["findings"][1]) == FOUND[1]
-
-
-def test_the_table_has_every_column(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("a GPU", FOUND)
-    shown = capsys.readouterr().out
-    head, *lines = [line.split() for line in shown.splitlines() if re.search("part  |kernel", line)]
-    assert head == ["part", "what", "figure", "goal", "verdict"]
-    assert lines[2] == ["kernel_speed", "speed:", "top-k", "40%", "of", "copy", ">=", "50%", "of", "copy", "missed"]
-    for text in ("fail: result 0 differs", "not run: compute-sanitizer is not on PATH", "a GPU"):
-        assert text in shown
-
-
 def test_equal_verdicts_are_one_row_but_failures_never(capsys: pytest.CaptureFixture[str]) -> None:
     several = [Finding(f"row {number}", "pass", part="kernels") for number in range(40)]
     print_table("", [*several, *(Finding(f"bad[red] {number}", "fail", part="kernels") for number in range(40))])
@@ -176,12 +126,6 @@ def test_equal_verdicts_are_one_row_but_failures_never(capsys: pytest.CaptureFix
     assert "40 from row 0 to row 39" in shown
     assert "row 7" not in shown
     assert shown.count("fail") == shown.count("bad[red]") == 40
-
-
-def test_a_directory_without_wheels_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--wheels", str(tmp_path), "--output", str(tmp_path / "x.json")]) == 1
-    assert f"--wheels {tmp_path}: holds no .whl file" in (message := capsys.readouterr().err)
-    assert "pip wheel --no-deps -w" in message
 
 
 def test_the_page_names_the_same_wheels() -> None:
@@ -201,12 +145,6 @@ def test_wheels_are_installed_without_dependencies(tmp_path: Path) -> None:
     target = tmp_path / "target"
     install_wheels(tmp_path, target)
     assert (target / "odd_package.py").is_file()
-
-
-def test_a_broken_wheel_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "broken-1.0-py3-none-any.whl").write_text("no archive")
-    with pytest.raises(CompressError, match=r"--wheels .*broken"):
-        install_wheels(tmp_path, tmp_path / "target")
 
 
 def test_comparing_needs_only_torch_triton_and_pytest() -> None:

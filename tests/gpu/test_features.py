@@ -120,19 +120,9 @@ def test_ranks_must_agree(second: Any, problem: str) -> None:
     assert problem_of(run, trouble, 2) == problem
 
 
-@pytest.mark.parametrize("losses", [[1.0, 1.0], [2.0, math.nan, 1.0]])
-def test_losses_must_fall(losses: list[float]) -> None:
-    assert "does not fall" in problem_of([result(losses=losses)] * 2, "", 2)
-
-
 def test_features_after_one_that_hangs_are_tried_again() -> None:
     outcome = Outcome(((result(), result(feature="b", error="alone")), (result(),)), "hangs")
     found = results_of(outcome, ["a", "b", "c"], 2)
     assert list(found) == ["a", "b"]
     assert problem_of(*found["a"], 2) == ""
     assert problem_of(*found["b"], 2) == "alone"
-
-
-def test_a_feature_is_not_blamed_for_ranks_that_ended_before_it() -> None:
-    rank = (result(error="CUDA error"),)
-    assert list(results_of(Outcome((rank, rank), "ended"), ["a", "b"], 2)) == ["a"]

@@ -80,8 +80,3 @@ def test_the_ends_are_compared(end: float, missed: bool) -> None:
     else:
         compare(both, found.__setitem__)
         assert found["figure"] == "1.0100, +1.00%"
-
-
-def test_one_run_alone_is_no_success() -> None:
-    with pytest.raises(pytest.fail.Exception, match="did not get to the end"):
-        losses_of(Outcome((({"losses": [5.0, 1.0]},),) * 2, ""))

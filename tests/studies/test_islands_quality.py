@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from launch.studies.islands_quality import SYNCHRONOUS, last_exchange, table, variants
+from launch.studies.islands_quality import SYNCHRONOUS, table, variants
 from launch.studies.loss_curve import Curve
 
 RARE = "30 nesterov of 0.5, 4 bits, muon"
@@ -30,16 +30,6 @@ def test_islands_are_compared_after_their_last_exchange() -> None:
     assert steps == ["1,000", "1,000", "990"]
     assert losses == ["3.9000", "1.0000", "4.2000"]
     assert ratios == ["+0.00 %", "+0.00 %", "+2.50 %"], "only seed 0 has a synchronous run"
-
-
-def test_a_run_without_an_exchange_has_no_loss() -> None:
-    (_, *others) = cells(table({(RARE, 0): curve((20, 7.0))}, SECTIONS))
-    assert others == [["1"], ["no exchange"], ["-"], ["-"]]
-
-
-def test_every_evaluation_of_a_synchronous_run_counts() -> None:
-    assert last_exchange(SECTIONS[SYNCHRONOUS], {30: 5.0, 47: 4.0}) == 47
-    assert last_exchange(SECTIONS["100 average, 4 bits"], {30: 5.0, 900: 4.0, 990: 3.0}) == 900
 
 
 def test_islands_are_compared_at_the_same_learning_rate() -> None:

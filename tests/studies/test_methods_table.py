@@ -1,12 +1,10 @@
 """The comparison of all methods: its settings, its training runs, and the figures computed from them."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,11 @@ from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.errors import DataError
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.training.data import open_cache, split_windows, step_starts
 from launch.studies import methods_lab, methods_table
-from launch.studies.harness import markdown, read_result
-from launch.studies.methods_lab import Rank, Spec, StepRecord, run, summarise, train
+from launch.studies.harness import markdown
+from launch.studies.methods_lab import Rank, Spec, StepRecord, summarise, train
 from launch.studies.methods_settings import ADAM, SETTINGS
 from launch.studies.methods_table import HEAD, cells, table_rows
 from tests.studies.toy import MODEL, ToyFiles
@@ -122,12 +119,6 @@ def _plain_training(lab: Lab) -> tuple[Tensor, Tensor]:
     return torch.cat([master.reshape(-1) for master in masters]), torch.cat(gradients)
 
 
-def test_the_learning_rate_rises_then_falls_to_a_tenth(lab: Lab) -> None:
-    spec = replace(lab.spec("none"), steps=120)
-    rates = [spec.learning_rate(step) for step in (0, 19, 20, 70, 120)]
-    assert rates == pytest.approx([5e-5, 1e-3, 1e-3, 5.5e-4, 1e-4])
-
-
 @SAMPLED
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "none"])
 def test_all_ranks_train_the_same_weights(lab: Lab, name: str) -> None:
@@ -165,41 +156,6 @@ def test_bits_are_those_of_the_payloads(lab: Lab) -> None:
     assert figures["bits_weights"] == pytest.approx(8 * sum(payloads) / numel)
 
 
-def test_figures_leave_the_dense_start_out_but_in_the_sum() -> None:
-    dense, sparse = StepRecord(2.0, 400, 200, 9.0, 9.0), StepRecord(1.0, 4, 2, 3.0, 5.0)
-    figures = summarise([[dense, *[sparse] * 99]] * 2, 100, 1)
-    assert figures.pop("losses") == {50: pytest.approx(1.02), 100: 1.0}
-    assert figures == {
-        "bits_gradients": pytest.approx(0.64),
-        "bits_weights": pytest.approx(0.32),
-        "bits_with_warmup": pytest.approx(0.01 * 96 + 0.99 * 0.96),
-        "compress_ms": 3.0,
-        "decompress_ms": 5.0,
-    }
-    with pytest.raises(ValueError, match="all 2 steps are among the 2 uncompressed first steps"):
-        summarise([[dense, dense]] * 2, 100, 2)
-
-
-def test_a_run_measures_loss_and_bits(lab: Lab) -> None:
-    result = run(lab.spec("none"), lab.model, lab.cache)
-    assert result["eval_loss"] == pytest.approx(5.7, abs=0.3)
-    assert (result["bits_gradients"], result["bits_weights"]) == (pytest.approx(32), pytest.approx(16))
-    assert result["parameters"] == lab.build().num_parameters()
-    assert 0 < result["compress_ms"] < 1e3 * result["seconds"]
-    assert json.loads(json.dumps(result)) == result
-
-
-def test_an_error_of_one_rank_ends_the_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    def update(rank: Rank, rate: float) -> None:
-        if rank.group.rank() == 1:
-            raise ArithmeticError("rank 1 fails")
-
-    monkeypatch.setattr(Rank, "_update", update)
-    monkeypatch.setattr(methods_lab, "TIMEOUT", timedelta(seconds=2))
-    with pytest.raises(ArithmeticError, match="rank 1 fails"):
-        lab.train("int4")
-
-
 def result(loss: float, gradients: float = 4.0) -> dict[str, float]:
     return {
         "eval_loss": loss,
@@ -223,26 +179,6 @@ def test_the_table_compares_equal_seeds() -> None:
     lines = markdown(HEAD, map(cells, rows)).splitlines()
     assert [line.count("|") for line in lines] == [10] * 4
     assert lines[3].startswith("| none | 32.000 | 16.000 | 1.0x |")
-
-
-@pytest.mark.parametrize(("loss", "base", "text"), [(3.0, 2.0, "+50.00 %"), (float("nan"), 2.0, "diverged")])
-def test_the_gap_of_one_seed(loss: float, base: float, text: str) -> None:
-    assert cells(table_rows({"none": {0: result(base, 32.0)}, "a": {0: result(loss)}})[0])[5] == text
-
-
-def test_without_a_baseline_of_the_seed_there_is_no_gap() -> None:
-    assert cells(table_rows({"none": {1: result(2.0, 32.0)}, "a": {0: result(2.0)}})[0])[5] == "-"
-
-
-def test_a_run_of_other_options_is_refused(lab: Lab, tmp_path: Path) -> None:
-    file, spec = tmp_path / "seed0.json", lab.spec("demo-1%")
-    assert read_result(file, "spec", spec) is None
-    file.write_text(json.dumps({"spec": asdict(spec), "eval_loss": 1.5}))
-    found = read_result(file, "spec", spec)
-    assert found is not None
-    assert found["eval_loss"] == 1.5
-    with pytest.raises(DataError, match=r"seed0.json: made with another steps, seq_len; remove it"):
-        read_result(file, "spec", replace(spec, steps=9, seq_len=8))
 
 
 @pytest.mark.slow

@@ -9,13 +9,9 @@ import pytest
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Step
 from launch.studies import planner_emulated
-from launch.studies.planner_emulated import Row, main, rank_correlation, summary
+from launch.studies.planner_emulated import main
 
 LAYOUT = Layout(tensor=1, pipeline=1, data=2, zero=0, micro=8, accumulation=1)
-
-
-def row(predicted: float, measured: float, chosen: bool = False) -> Row:
-    return Row("2x1,1gbit", LAYOUT, predicted, measured, chosen)
 
 
 def test_an_interrupted_study_continues(
@@ -45,15 +41,3 @@ def test_an_interrupted_study_continues(
     assert [Layout(**one["layout"]) for each in steps for one in each] == taken
     assert main([*given, "--summary"]) == 0
     assert capsys.readouterr().out.count("the chosen layout takes 0.0 % longer than the best") == 4
-
-
-def test_the_summary_tells_error_order_and_regret() -> None:
-    first, second, *lines = summary([row(1.0, 1.1, True), row(1.1, 1.0), row(2.2, 2.0)])
-    assert first == "3 rows: error 10.0 % (median), 10.0 % (90th percentile), rank correlation 0.50"
-    assert second == "2x1,1gbit: 3 rows, rank correlation 0.50, the chosen layout takes 10.0 % longer than the best"
-    assert lines[0] == "  zero0-d2-b8x1: 1.1 s, predicted 1 s, -9 %"
-    assert list(summary([])) == ["no rows"]
-
-
-def test_ranks_correlate_whatever_the_scale() -> None:
-    assert rank_correlation([row(10, 1), row(1000, 2), row(1001, 3)]) == pytest.approx(1.0)

@@ -9,13 +9,12 @@ import torch.distributed as dist
 
 from deepspeed_compress.config import SECTION, read_ds_config
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.options import PEERS as TIMED
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.output import Silent
 from launch.studies import time_to_loss
-from launch.studies.loss_curve import Curve, Goal, Job, train, trained_as
+from launch.studies.loss_curve import Curve, Goal, Job, train
 from launch.studies.time_table import StepTimes, Timed, Trained, outcomes, table
 from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
@@ -84,44 +83,10 @@ def test_methods_with_a_delayed_start_begin_like_ddp(files: StudyFiles) -> None:
         assert curve.train[-1] == pytest.approx(ddp.train[-1], abs=0.1)
 
 
-def test_a_run_ends_when_it_has_reached_both_losses(files: StudyFiles) -> None:
-    (whole,) = curves(files, [files.job("ddp")])
-    loss, mean = whole.held_out[1][1], whole.smoothed(4)[0][1]
-    both, other = curves(files, [files.job("ddp", goal=Goal(loss, mean)), files.job("ddp", goal=Goal(loss, 0.0))])
-    assert (both.train, both.held_out) == (whole.train[:4], whole.held_out[:2])
-    assert other == whole
-
-
 def test_files_of_the_study_are_valid_and_peers_can_be_timed() -> None:
     for file in time_to_loss.OURS:
         assert find_problems(read_ds_config(str(file))) == []
     assert set(time_to_loss.PEERS) <= set(TIMED)
-
-
-def test_an_adaptive_file_is_refused(tmp_path: Path) -> None:
-    ds_config = read_ds_config("configs/zero1_int4_weights.json")
-    ds_config[SECTION]["adaptive"] = {}
-    (tmp_path / "adaptive.json").write_text(json.dumps(ds_config))
-    with pytest.raises(ConfigError, match="/deepspeed_compress/adaptive chooses by the network"):
-        trained_as(tmp_path / "adaptive.json", 0)
-
-
-def workload_with(changed: dict[str, Any], directory: Path) -> Workload:
-    """Return the common workload of a study of a file with `changed` keys."""
-    file = directory / "file.json"
-    file.write_text(json.dumps(read_ds_config("configs/zero1_int4_weights.json") | changed))
-    argv = ["--data", str(directory), "--output-dir", str(directory), "--configs", str(file), "--peers", "ddp"]
-    study = time_to_loss.Study(time_to_loss.parse_options(argv), "key")
-    return study._workload((2, 0, "file"), file)
-
-
-def test_peers_clip_even_if_a_file_does_not(tmp_path: Path) -> None:
-    assert workload_with({"gradient_clipping": 0}, tmp_path).clipping == 1.0
-
-
-def test_a_file_with_another_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="batch, precision or layout differ"):
-        workload_with({"gradient_accumulation_steps": 2}, tmp_path)
 
 
 def row(name: str, seconds: float, rate: str = "1gbit", stage: int | None = None, sent: float = 4e6) -> dict[str, Any]:
@@ -171,18 +136,6 @@ def test_seconds_are_steps_times_step_time() -> None:
     assert lines[2] == ["ours", "4.00", "35", "35", "0.100", "4", "17.1"]
     assert lines[3] == ["ddp", "4.00", "30", "30", "2.000", "60", "1.0"]
     assert lines[5] == ["late", "-", "not in 20", "not in 20", "-", "-", "-"]
-
-
-def test_outcomes_are_means_over_seeds_unless_one_misses_the_loss() -> None:
-    runs = [Trained("ddp", 2, seed, falling(6.0, 4.0 + seed)) for seed in (0, 1)]
-    runs += [Trained("ours", 2, 0, falling(5.0, 4.5, 4.0)), Trained("ours", 2, 1, falling(5.0, 4.5))]
-    times = StepTimes([{"rows": [row("ddp", 2.0), row("ours", 0.1)]}])
-    ours = outcomes(runs, 10, times)[1]
-    assert ours.held_out == {0: 30.0, 1: 10.0}
-    assert ours.seconds == {"1gbit": pytest.approx(2.0)}
-    assert "| 20 (10 to 30) |" in table(outcomes(runs, 10, times), ["1gbit"])
-    worse = [*runs[:3], Trained("ours", 2, 1, falling(7.0))]
-    assert outcomes(worse, 10, times)[1].seconds == {}
 
 
 @pytest.mark.slow

@@ -1,16 +1,13 @@
 """The study of versions: its rows and columns exist, and it reads test reports correctly."""
 
-import argparse
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from deepspeed_compress.backends.deepspeed.seams import SUPPORTED
-from launch.studies import versions
-from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcomes, run, table
+from launch.studies.versions import PARTS, ROOT, VERSIONS, Outcome, read_outcomes, table
 
 NAME = "test_training_is_deepspeeds_to_the_bit[1-fp32]"
 CASE = f'<testcase classname="tests.backends.deepspeed.test_ownership" name="{NAME}">'
@@ -33,50 +30,6 @@ def test_all_cases_exist() -> None:
     cases = [f"{test}[{case}]" for tests in PARTS.values() for test, names in tests.items() for case in names]
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *cases]
     subprocess.run(command, cwd=ROOT, check=True)
-
-
-def options(directory: Path, minutes: float) -> argparse.Namespace:
-    return argparse.Namespace(output_dir=directory, keep=False, minutes=minutes)
-
-
-@pytest.mark.slow
-def test_a_row_that_cannot_be_installed_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(versions, "VERSIONS", {"none": ("==0", "==0", "==0", "==0")})
-    monkeypatch.setattr(versions, "_pip", lambda python: [sys.executable, "-c", "raise SystemExit(3)"])
-    run("none", options(tmp_path, 5))
-    assert "none: " in capfd.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_row_ends_in_time_with_all_of_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A process that the tests have started does not outlive them."""
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "slow" / "complete").touch()
-    (tmp_path / "slow" / "bin").mkdir()
-    script = tmp_path / "slow" / "bin" / "python"
-    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nwait\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(versions, "VERSIONS", {"slow": ("", "", "", "")})
-    run("slow", options(tmp_path, 0.02))
-    assert "not finished within 0.02 minutes" in capfd.readouterr().err
-    assert not (tmp_path / "slow").exists()
-    # A killed process ends when it next gets a processor.
-    process, deadline = Path("/proc", (tmp_path / "pid").read_text().strip()), time.monotonic() + 60
-    while is_running(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(process: Path) -> bool:
-    """Return True if the process of this directory in /proc is neither a zombie nor gone."""
-    try:
-        return (process / "stat").read_text().split()[2] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_the_oldest_supported_deepspeed_has_a_row() -> None:

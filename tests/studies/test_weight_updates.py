@@ -2,16 +2,14 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from deepspeed_compress.rollout import DirectoryStore
-from launch.studies import agent_rewards, rollout_links
-from launch.studies.agent_rewards import LinkStore, Row
+from launch.studies import agent_rewards
+from launch.studies.agent_rewards import Row
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 
 
@@ -43,27 +41,6 @@ def test_simple_updates_are_exact_too(name: str, every: int, dtype: torch.dtype,
     assert len(publisher.sizes) == 6
 
 
-def test_a_link_takes_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(agent_rewards, "time", SimpleNamespace(sleep=slept.append))
-    store = LinkStore(tmp_path, 1e6)
-    store.put("blob", bytes(1000))
-    assert store.get("blob") == bytes(1000)
-    assert slept == [0.008]
-
-
-def test_the_row_of_a_link_leaves_out_the_first_versions() -> None:
-    trainer: dict[str, Any] = {
-        "steps": [9.0, 1.0, 1.0],
-        "pauses": [9.0, 0.1, 0.1],
-        "ends": {"2": 10.0, "3": 20.0, "4": 30.0},
-        "sizes": {"1": 10**9, "2": 10**9, "3": 10**6, "4": 3 * 10**6},
-    }
-    receiver = {"served": {"1": 0.0, "2": 19.0, "4": 30.5}, "waits": [5.0, 5.0, 0.25]}
-    found = rollout_links.cells("1gbit", "exact", (trainer, receiver), 1)
-    assert found == ["1gbit", "exact", "2.00", "1.000", "100.0", "10.0%", "250.0", "0.50", "1 of 2"]
-
-
 def test_the_row_of_a_mode_has_means_over_its_runs() -> None:
     runs = [[Row(pace * number, 0.1 * number, 1.0, 1000) for number in range(1, 11)] for pace in (1.0, 3.0)]
     found = agent_rewards.cells("asynchronous", runs, goal=0.45)
@@ -90,12 +67,6 @@ def test_all_seeds_begin_with_one_model(
         answers.append(agent_rewards.answers(model, task))
     assert all(torch.equal(weights[0][name], values) for name, values in weights[1].items())
     assert answers[0] != answers[1]
-
-
-def test_a_start_that_is_not_below_the_goal_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        agent_rewards.parse_options(["--output-dir", "x", "--start", "0.5", "--goal", "0.5"])
-    assert "--start 0.5 is not below --goal 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.slow
