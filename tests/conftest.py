@@ -11,6 +11,8 @@ Marks:
     gpu: needs a GPU, or --gpu-device cpu.
 """
 
+import contextlib
+import fcntl
 import gc
 import math
 import os
@@ -26,7 +28,6 @@ import pytest
 from deepspeed_compress.transport.credentials import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
-from tests.support.machine_lock import MachineLock
 from tests.support.selection import (
     ALL_PASSED,
     Selection,
@@ -190,8 +191,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if not hasattr(item.config, "workerinput"):
         return (yield)
     shared = Path(item.config._tmp_path_factory.getbasetemp()).parent  # type: ignore[attr-defined]
-    with MachineLock(shared).hold(alone=item.get_closest_marker("serial") is not None):
+    with machine_lock(shared, alone=item.get_closest_marker("serial") is not None):
         return (yield)
+
+
+@contextlib.contextmanager
+def machine_lock(directory: Path, alone: bool) -> Iterator[None]:
+    """Hold a lock in files of a directory that test processes share: together with other tests, or alone.
+
+    A test that needs it alone holds the gate while it waits, so that no other test overtakes.
+    """
+    kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    with locked(directory / "gate.lock", fcntl.LOCK_EX) as gate, locked(directory / "floor.lock", kind):
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+@contextlib.contextmanager
+def locked(file: Path, kind: int) -> Iterator[int]:
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @pytest.fixture

@@ -390,39 +390,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("part", "source", "target"),
     [
-        ("collectives", f"{OURS}.compression.state import save", "compression.state"),
         ("collectives", f"{OURS}.compression import state", "compression.state"),
-        ("collectives", f"{OURS} import policy", "policy"),
         ("collectives", "import deepspeed_compress.config.models", "config.models"),
         ("collectives", f"{OURS}.compression.compressors import Blockwise", "compression.compressors"),
         ("collectives", "from ..compression.state import save", "compression.state"),
         ("collectives", "from ..compression import state", "compression.state"),
         ("collectives", "if TYPE_CHECKING:\n    import pydantic", "pydantic"),
-        ("compression.state", "import deepspeed", "deepspeed"),
-        ("compression.compressors", f"{OURS}.config import CompressConfig", "config"),
         ("config", "def f():\n    import torch.nn", "torch"),
         ("config", "if TYPE_CHECKING:\n    from torch import Tensor", "torch"),
         ("config", "importlib.import_module('torch')", "torch"),
-        ("compression.kernels", f"{OURS} import Tensor", "__init__"),
-        ("cli", f"{OURS}.config import json_schema", "config"),
-        ("cli", "def f():\n    import torch", "torch"),
-        ("tools.lint", "def f():\n    import deepspeed", "deepspeed"),
     ],
 )
 def test_a_forbidden_import_is_found(part: str, source: str, target: str) -> None:
     assert violations(part, imports_of(source, f"{PACKAGE}.{part}")) == [target]
-
-
-@pytest.mark.parametrize(
-    ("part", "source"),
-    [
-        ("collectives", "from .exchange import Link"),
-        ("collectives", f"{OURS}.compression.compressors.base import Compressor"),
-        ("collectives", "from torch.distributed import ProcessGroup"),
-        ("tools.plots", "def f():\n    from matplotlib.figure import Figure"),
-        ("backends.deepspeed", "from deepspeed.accelerator import get_accelerator"),
-        ("config", "import json"),
-    ],
-)
-def test_an_allowed_import_passes(part: str, source: str) -> None:
-    assert violations(part, imports_of(source, f"{PACKAGE}.{part}")) == []

@@ -165,19 +165,7 @@ def test_the_name_of_the_job_is_not_revealed_to_other_agents() -> None:
         assert JOB not in json.dumps(there.receive(60))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"silent": "soon"},
-        {"silent": [1]},
-        {"silent": -1},
-        {"steps": None},
-        {"steps": "3"},
-        {"start": True},
-        {"kind": "jion"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changed", [{"silent": "soon"}, {"kind": "jion"}], ids=str)
 def test_a_malformed_heartbeat_ends_only_its_connection(changed: dict[str, Any]) -> None:
     with supervised() as address:
         agent = Agent(address)

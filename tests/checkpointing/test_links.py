@@ -131,15 +131,8 @@ def test_tags_change_no_terminal(tag: str, tmp_path: Path, capsys: pytest.Captur
         assert repr(tag)[1:-1] in shown
 
 
-DAMAGE = {
-    "no JSON": "{",
-    "deep": "[" * 100_000,
-    "a list": "[1, 2]",
-    "nothing": "null",
-    "a number": "3",
-    "large numbers": "1" * 10_000,
-}
-FIELDS = {"step": "\x1b[2J", "rank": -1, "world": 1e300, "automatic": "yes", "files": {"../../x": [1, "0"]}, "run": []}
+DAMAGE = {"no JSON": "{", "deep": "[" * 100_000, "large numbers": "1" * 10_000}
+FIELDS = {"step": "\x1b[2J", "files": {"../../x": [1, "0"]}}
 
 
 @pytest.mark.parametrize("text", [*DAMAGE.values(), *FIELDS], ids=[*DAMAGE, *FIELDS])

@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _orthogonalize, powerSGD_hook
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition, relabel
 from deepspeed_compress.collectives.low_rank import (
     LowRank,
-    clean,
     find_matrices,
     make_low_rank_layout,
     orthonormal,
-    revived,
 )
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
@@ -42,7 +39,6 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 }
 LOW_RANK = ("tall", "wide", "twin", "conv")
 """Parameters that are approximated at rank 2. The others are a vector and a matrix smaller than its factors."""
-STACKS = {"conv": (1, 4, 27), "wide": (2, 6, 20), "tall": (1, 24, 5)}
 
 
 def layout(ranks: int, names: Sequence[str] = (*SHAPES,)) -> Partition:
@@ -176,84 +172,10 @@ def test_ten_steps_agree_with_the_paper(rank: int) -> None:
             torch.testing.assert_close(part_of(bucket, name, partition).double(), expected, rtol=1e-3, atol=1e-3)
 
 
-class TorchBucket:
-    """Stand-in for the only bucket of DDP, with the methods that PyTorch's hook calls."""
-
-    def __init__(self, flat: Tensor, partition: Partition) -> None:
-        self._flat = flat
-        self._gradients = [
-            flat[segment.offset : segment.offset + segment.numel].view(SHAPES[segment.parameter])
-            for segment in partition.segments
-        ]
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-    def gradients(self) -> list[Tensor]:
-        return self._gradients
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("rank", [2, 3])
-def test_ten_steps_agree_with_pytorch(rank: int) -> None:
-    """Both start from the same Q. PyTorch uses Gram-Schmidt up to rank 2 and QR above."""
-    steps, uncut = 10, layout(1)
-    # PyTorch groups matrices by shape, in the order of the bucket.
-    order = ("wide", "twin", "tall", "conv")
-
-    def work(group: ProcessGroup, index: int) -> list[tuple[Tensor, Tensor]]:
-        state = PowerSGDState(group, rank, start_powerSGD_iter=2, min_compression_rate=1)
-        state.iter = state.start_powerSGD_iter
-        state.q_memory_dict[0] = torch.cat([first_q(name, rank).reshape(-1) for name in order])
-        state.p_memory_dict[0] = torch.empty(sum(SHAPES[name][0] * rank for name in order))
-        built, means = build(group, rank), []
-        for name in order:
-            start_from(built.warm, name, rank)
-        for step in range(steps):
-            theirs, ours = (normal(index, uncut.numel, step) for _ in range(2))
-            powerSGD_hook(state, TorchBucket(theirs, uncut)).wait()
-            built.reducer.all_reduce(ours, layout(2), 0.5)
-            built.end_step()
-            means.append((theirs, ours))
-        return means
-
-    for means in run_threads(2, work):
-        for theirs, ours in means:
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_the_basis_spans_the_same_space_as_that_of_pytorch(rank: int) -> None:
-    columns = normal(0, 5 * 30 * rank).view(5, 30, rank)
-    basis = orthonormal(columns.mT.contiguous())
-    _orthogonalize(columns)  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(basis @ basis.mT, torch.eye(rank).expand(5, rank, rank), rtol=0, atol=1e-6)
-    torch.testing.assert_close(basis.mT @ basis, columns @ columns.mT, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("rows", [[[0.0] * 5] * 3, [[1.0] * 5] * 3, [[1.0] * 5, [0.0] * 5, [1e-38] * 5]])
 def test_the_basis_is_complete_even_for_dependent_rows(rows: list[list[float]]) -> None:
     basis = orthonormal(torch.tensor([rows]))
     torch.testing.assert_close(basis @ basis.mT, torch.eye(3)[None], rtol=0, atol=1e-6)
-
-
-def test_zero_and_non_finite_rows_are_replaced() -> None:
-    factors = torch.tensor([[[1.0, 2.0], [0.0, 0.0], [3.0, math.nan], [math.inf, 1.0]]])
-    start = torch.tensor([[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0], [8.0, 8.0]]])
-    assert revived(factors, start).tolist() == [[[1.0, 2.0], [6.0, 6.0], [7.0, 7.0], [8.0, 8.0]]]
-
-
-def test_only_matrices_with_non_finite_elements_are_tainted() -> None:
-    factors = torch.tensor([[[1.0, -3e38]], [[math.inf, 1.0]], [[2.0, math.nan]]])
-    cleaned, taint = clean(factors)
-    assert cleaned.tolist() == [[[1.0, factors[0, 0, 1].item()]], [[0.0, 0.0]], [[0.0, 0.0]]]
-    assert taint.flatten().isnan().tolist() == [False, True, True]
-    assert taint[0].item() == 0.0
 
 
 def low_rank_inputs(partition: Partition, ranks: int, rank: int) -> Callable[[int, int], Tensor]:
@@ -436,30 +358,6 @@ def test_the_size_of_a_stack_is_bounded_and_does_not_change_the_result(monkeypat
         assert [len(stack.matrices) for stack in found.stacks] == counts
         for some, others in zip(train(2, 3), whole, strict=True):
             torch.testing.assert_close(some, others, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_layout_contains_every_element_once(ranks: int) -> None:
-    partition = layout(ranks)
-    matrices = find_matrices(partition, LowRank(SHAPES, 2))
-    bucket = torch.arange(partition.numel, dtype=torch.float32)
-    layouts = [make_low_rank_layout(partition, matrices, rank) for rank in range(ranks)]
-    values = [gather(bucket, stack.whole) for stack in layouts[0].stacks]
-    everything = [*torch.cat(values).tolist(), *gather(bucket, layouts[0].others).tolist()]
-    assert sorted(everything) == bucket.tolist()
-    assert [stack.shape for stack in layouts[0].stacks] == list(STACKS.values())
-    owned = []
-    for one in layouts:
-        for stack, elements in zip(one.stacks, values, strict=True):
-            own = gather(bucket, stack.own).tolist()
-            assert gather(elements, stack.inside(stack.own)).tolist() == own
-            owned += own
-    assert sorted(owned) == sorted(torch.cat(values).tolist())
-    assert not {factor.parameter for factor in layouts[0].p.segments} & {
-        factor.parameter for factor in layouts[0].q.segments
-    }
-    assert layouts[0].p.numel == sum(count * 2 * m for count, m, _ in STACKS.values())
-    assert layouts[0].q.numel == sum(segment.numel for segment in layouts[0].warm)
 
 
 def test_zero_gradients_stay_zero_and_the_next_step_is_exact() -> None:

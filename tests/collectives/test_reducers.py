@@ -9,15 +9,13 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
-from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.collectives.buckets import Partition, even_partition
 from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.exchange import Link, exchange
-from deepspeed_compress.collectives.messages import Channel, Messages, make_layouts
+from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import MessageCounter, Run, StepClock
@@ -31,7 +29,6 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
 from deepspeed_compress.monitor import Meter
 from tests.support.codecs import CODECS, is_random, transmit
-from tests.support.properties import properties
 from tests.support.reducers import integers, interleaved, normal, raw_bytes
 from tests.support.threads import connect, run_threads
 
@@ -226,19 +223,6 @@ def test_each_direction_has_its_own_group(ranks: int) -> None:
         assert received.tolist() == [[source, rank] if source != rank else [0, 0] for source in range(ranks)]
 
 
-def test_the_meter_times_every_phase() -> None:
-    def work(group: ProcessGroup, rank: int) -> dict[str, float]:
-        reducer = make_reducer(group, [INT4])
-        reducer.all_reduce(normal(rank, 211), layout(211, 2), 1.0)
-        meter = reducer.run.meter
-        assert isinstance(meter, Meter)
-        return meter.milliseconds()
-
-    for times in run_threads(2, work):
-        assert set(times) == {"compress", "communicate", "decompress"}
-        assert all(elapsed > 0 for elapsed in times.values())
-
-
 STEPS = 30
 
 
@@ -328,15 +312,6 @@ def test_sums_of_coefficients_and_residuals_add_up_to_the_exact_sum(
         for segment in partition.segments if operation == "all_reduce" else partition.owned_by(rank):
             assert error.narrow(0, segment.offset, segment.numel).max() <= 3e-4
     assert left.abs().max() > 1e-2
-
-
-def test_error_feedback_reduces_the_drift_of_the_running_sum() -> None:
-    partition = layout(211, 2)
-    errors = {
-        feedback: float((long_run("all_reduce", TOPK, partition, feedback)[0][0] - exact_sum(2, 211)).norm())
-        for feedback in (True, False)
-    }
-    assert errors[True] < errors[False]
 
 
 @SAMPLED
@@ -480,28 +455,6 @@ def test_every_pair_of_ranks_may_exchange_messages_of_another_size() -> None:
         for source in range(ranks):
             expected = message(source, rank) if source != rank else torch.zeros_like(message(rank, rank))
             assert torch.equal(incoming[source], expected)
-
-
-@properties
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=9),
-    st.lists(st.sampled_from([FP32, INT4, TOPK]), min_size=1, max_size=3),
-)
-def test_a_message_layout_contains_every_element_once_without_gaps(
-    runs: list[tuple[int, int]], codecs: list[Compressor]
-) -> None:
-    partition = partition_by_sizes([(f"p{index}", [run]) for index, run in enumerate(runs)], 3)
-    channel_of = {f"p{index}": index % len(codecs) for index, _ in enumerate(runs)}
-    [found] = make_layouts(Messages(tuple(Channel(Codec(codec)) for codec in codecs), channel_of), partition)
-    for owner, pieces in enumerate(found.pieces):
-        ends = [0, *(piece.end for piece in pieces)]
-        lasts = [0, *(piece.first + piece.numel for piece in pieces)]
-        assert [(piece.begin, piece.first) for piece in pieces] == list(zip(ends, lasts, strict=True))[:-1]
-        assert (found.sizes[owner], found.numels[owner]) == (ends[-1], lasts[-1])
-        placed = [segment for piece in pieces for segment in piece.segments]
-        assert sorted(placed, key=lambda segment: segment.offset) == list(partition.owned_by(owner))
-        assert all(int(s.parameter[1:]) % len(codecs) == piece.channel for piece in pieces for s in piece.segments)
-        assert all(piece.end - piece.begin == codecs[piece.channel].payload_bytes(piece.numel) for piece in pieces)
 
 
 def test_a_bucket_must_match_its_partition() -> None:

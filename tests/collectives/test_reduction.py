@@ -155,12 +155,6 @@ def test_dgc_has_two_buffers_and_clips(group: ProcessGroup) -> None:
     assert back == ErrorFeedback(stores["means"])
 
 
-def test_dgc_does_not_clip_without_a_norm(group: ProcessGroup) -> None:
-    reduction = build(group, section({"method": "dgc"}))
-    sent, _ = feedback_of(reduction.compressed)
-    assert sent == MomentumCorrection(reduction.stores["velocity"], reduction.stores["gradients"], 0.9)
-
-
 def test_demo_applies_a_decaying_residual_to_own_elements(group: ProcessGroup) -> None:
     reduction = build(group, section({"method": "demo", "momentum": 0.5, "memory": {"device": "cpu"}}))
     sent, back = feedback_of(reduction.compressed)
@@ -196,16 +190,6 @@ def test_powersgd_has_stores_for_residuals_and_factors(group: ProcessGroup) -> N
     # Parameters without factors are sent uncompressed, together with residuals that other settings may have left.
     assert feedback_of(others, 1) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
     assert feedback_of(others, 2) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
-
-
-def test_powersgd_without_error_feedback(group: ProcessGroup) -> None:
-    with pytest.warns(CompressWarning, match="loses every value"):
-        config = section({"method": "powersgd", "error_feedback": None})
-    reduction = build(group, config)
-    assert powersgd(reduction).residuals is None
-    assert powersgd(reduction).low_rank.rank == 4
-    assert codecs(powersgd(reduction).factors) == (Codec(Cast(FP32)),)
-    assert reduction.stores.keys() == {"factors"}
 
 
 OVERRIDES = [
@@ -318,14 +302,6 @@ def test_a_method_inside_a_node_has_its_own_stores(groups: Groups) -> None:
     assert reduction.stores.keys() == {"gradients", "means", "node", "node_means"}
 
 
-def test_dgc_clips_before_the_first_level(groups: Groups) -> None:
-    reduction = build(groups, section({"method": "dgc", "clip_norm": 1.0, "hierarchy": {"ranks_per_node": 2}}))
-    clipping = reduction.compressed
-    assert isinstance(clipping, ClippingReducer)
-    _, across = two_levels(clipping.reducer)
-    assert isinstance(feedback_of(across)[0], MomentumCorrection)
-
-
 def payload_reducers(reducer: object) -> Iterator[PayloadReducer]:
     """Yield the payload reducers that `reducer` consists of."""
     if isinstance(reducer, PayloadReducer):
@@ -364,14 +340,6 @@ def test_all_reducers_get_the_common_settings(
         assert reducer.run is run
         if reducer is not getattr(reduction.compressed, "factors", None):
             assert codecs(reducer)[RAW] == Codec(Cast(dtype))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_round_has_as_many_elements_per_rank_as_suit_the_device(groups: Groups, device: str) -> None:
-    compressed = build(groups, section({"hierarchy": {"ranks_per_node": 2}}), device=device).compressed
-    assert isinstance(compressed, HierarchicalReducer)
-    for reducer in payload_reducers(compressed):
-        assert reducer.chunk_numel == CHUNK_NUMEL[device] * reducer.group.size()
 
 
 @pytest.mark.parametrize("gradients", KINDS, ids=repr)

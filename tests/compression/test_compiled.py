@@ -67,23 +67,6 @@ def test_a_library_in_a_directory_that_others_can_write_is_not_loaded(
     assert (directory / compiled._library_name()).read_text() == "planted"
 
 
-def test_one_rank_per_host_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = make(tmp_path / "shared", 0o777)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert load(directory, monkeypatch)[1] == []
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert len(load(directory, monkeypatch)[1]) == 1
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_directory_of_another_user_is_not_used(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = make(tmp_path / "theirs", 0o755)
-    os.chown(directory, 12345, 12345)
-    library, messages = load(directory, monkeypatch)
-    assert library.parent == home / ".cache" / "deepspeed_compress"
-    assert "owner 12345" in messages[0]
-
-
 def test_a_library_that_others_can_write_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make(tmp_path / "cache", 0o755)
     planted = directory / compiled._library_name()

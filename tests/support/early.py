@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 from deepspeed_compress.backends.deepspeed import bucket_sizes
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
+from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.jobs import Job, data, run, start, weights
 
-__all__ = ["Program", "Seen", "check_equal", "ordinary", "train_both"]
+__all__ = ["Program", "Seen", "check_equal", "early_of", "nodes_of", "ordinary", "train_both", "train_nodes"]
 
 Program = Callable[[Any, int, Job], list[float]]
 """Training of an engine, which returns the losses."""
@@ -67,3 +68,20 @@ def check_equal(ranks: list[tuple[Seen, Seen]]) -> None:
         assert (early.losses, early.parameters) == (late.losses, late.parameters)
         assert late.agreed == []
     assert all(early.parameters == ranks[0][0].parameters for early, _ in ranks)
+
+
+def nodes_of(engine: Any) -> NodeShards:
+    """Return what averages the gradients of `engine` over the nodes."""
+    found: NodeShards = engine._take_model_step.func.__self__.nodes
+    return found
+
+
+def early_of(engine: Any) -> EarlyReductions:
+    found = nodes_of(engine)._early
+    assert found is not None
+    return found
+
+
+def train_nodes(rank: int, job: Job, program: Program) -> tuple[Seen, Seen]:
+    """Train with exchanges during backward, and without them."""
+    return train_both(rank, job, program, early_of, 100)

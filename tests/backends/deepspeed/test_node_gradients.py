@@ -15,11 +15,10 @@ import torch.distributed as dist
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed import bucket_sizes, node_shards
 from deepspeed_compress.collectives.exchange import Link
-from tests.support.early import Program, check_equal, ordinary
+from tests.support.early import Program, check_equal, early_of, nodes_of, ordinary, train_nodes
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start
 from tests.support.methods import BF16, FP32_SUMS
-from tests.support.nodes import early_of, nodes_of, train_nodes
 
 SAMPLED = pytest.mark.sampled(12, "deepspeed_compress/backends/deepspeed/node_gradients.py")
 RANDOM = {

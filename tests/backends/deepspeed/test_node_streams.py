@@ -12,11 +12,10 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.backends.deepspeed.gradients.background import MeansStream
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from tests.support.early import Seen, check_equal, ordinary, train_both
+from tests.support.early import Seen, check_equal, early_of, ordinary, train_both
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import FP32_SUMS
-from tests.support.nodes import early_of
 
 pytestmark = pytest.mark.sampled(6, "deepspeed_compress/backends/deepspeed/node_gradients.py")
 SECTION = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": {"shard_within": 2}}

@@ -21,19 +21,7 @@ from tests.support.transport import until
 JOIN = {"kind": "join", "name": "x", "terms": {"timeout": 1.0}, "store": "a:1", "addresses": []}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"kind": "join"},
-        {"kind": "jion"},
-        {**JOIN, "terms": {"timeout": "soon"}},
-        {**JOIN, "terms": {"timeout": 0}},
-        {**JOIN, "terms": ["timeout"]},
-        {**JOIN, "addresses": "a:1"},
-        {**JOIN, "name": ""},
-        {**JOIN, "number": -1},
-    ],
-)
+@pytest.mark.parametrize("message", [{"kind": "jion"}, {**JOIN, "terms": {"timeout": "soon"}}])
 def test_a_malformed_message_closes_only_its_connection(message: dict) -> None:
     with coordinator() as address:
         with connect(address, COORDINATOR, Credentials.find()) as there:
