@@ -24,6 +24,7 @@ from tests.support.attached import (
     METHODS_OF_BRANCHES,
     WORKS_ONLY_WITH_DEEPSPEED,
     Clear,
+    Program,
     announced,
     check_overflow,
     gpts,
@@ -31,8 +32,10 @@ from tests.support.attached import (
     overflow,
     remembered_by,
     resume,
+    same_as_uncompressed,
     train_methods,
     train_together,
+    unconserved,
 )
 from tests.support.forks import run_forks
 from tests.support.seeds import Excess
@@ -50,7 +53,6 @@ from tests.support.two_branches import (
     loss_of,
     plain,
     refusal,
-    residual_sums,
     same_on_all,
     section,
     start,
@@ -90,7 +92,7 @@ def one_way_at_last(model: Any, rank: int, step: int) -> None:
 
 
 UNUSED = {"find_unused_parameters": True}
-PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] = {
+PROGRAMS: dict[str, tuple[Program, Mapping[str, Any]]] = {
     "plain": (plain, {}),
     "views": (plain, {"gradient_as_bucket_view": True}),
     "accumulating": (accumulating, {}),
@@ -108,32 +110,10 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] =
 }
 
 
-def gradients(model: DistributedDataParallel) -> dict[str, Tensor]:
-    every = model.module.named_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in every}
-
-
-def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """Return the gradients of every step, the model, and the handle of its compression."""
-    program, options = PROGRAMS[name]
-    model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
-    seen = []
-    for step in range(steps):
-        optimizer.zero_grad(set_to_none="zeroed" not in name)
-        program(model, rank, step)
-        seen.append(gradients(model))
-        optimizer.step()
-    return seen, model, attached
-
-
 def train_none(rank: int, name: str) -> bool:
     start()
-    alone, model, _ = run_program(name, Setting(None), rank, 20)
-    ours, compressed, _ = run_program(name, Setting(NONE), rank, 20)
-    pairs = zip(model.module.parameters(), compressed.module.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs) and all(
-        torch.equal(one[key], other[key]) for one, other in zip(alone, ours, strict=True) for key in one
-    )
+    program, options = PROGRAMS[name]
+    return same_as_uncompressed(program, Setting(options=options), rank)
 
 
 @pytest.mark.parametrize("name", ["plain", "views", "accumulating", "unused", "static graph"])
@@ -142,28 +122,12 @@ def test_method_none_is_ddp_bit_for_bit(name: str) -> None:
 
 
 def conserve(rank: int, names: list[str]) -> list[str]:
-    """Return the programs whose summed gradients differ from the true ones minus the residuals."""
     start()
     wrong = []
     for name in names:
-        # Weights that stay, so that both see the same gradients.
-        true, model, _ = run_program(name, Setting(None, lr=0.0), rank, 7)
-        seen, _, attached = run_program(name, Setting(FOUR_BITS, lr=0.0), rank, 7)
-        sizes = {key: parameter.numel() for key, parameter in model.module.named_parameters()}
-        for key, kept in residual_sums(attached, sizes).items():
-            # What an owner keeps of the mean is in units of the mean.
-            means = attached.session.stores["means"]
-            of_mean = torch.zeros_like(kept)
-            for (one, begin, numel), values in means.items():
-                if one == key:
-                    of_mean[begin : begin + numel] += values
-            total = (kept - of_mean) / dist.get_world_size() + of_mean
-            dist.all_reduce(total)
-            left = sum(step[key] for step in true) - sum(step[key] for step in seen)
-            if not torch.allclose(left.flatten(), total, atol=2e-6) or not all(same_on_all(step[key]) for step in seen):
-                wrong.append(f"{name}: {key}")
-        if not any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes):
-            wrong.append(f"{name}: nothing was compressed")
+        program, options = PROGRAMS[name]
+        setting, share, to_none = Setting(options=options), 1 / dist.get_world_size(), "zeroed" not in name
+        wrong += [f"{name}: {one}" for one in unconserved(program, setting, rank, share, to_none=to_none)]
     return wrong
 
 

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,19 @@ from tests.support.attached import (
     METHODS_OF_BRANCHES,
     WORKS_ONLY_WITH_DEEPSPEED,
     Clear,
+    Program,
     announced,
     check_overflow,
     gpts,
+    gradients,
     late_refusals,
     overflow,
     remembered_by,
     resume,
+    same_as_uncompressed,
     train_methods,
     train_together,
+    unconserved,
 )
 from tests.support.forks import run_forks
 from tests.support.methods import WITHOUT_MOMENTUM
@@ -52,7 +56,6 @@ from tests.support.two_branches import (
     loss_of,
     plain,
     refusal,
-    residual_sums,
     same_on_all,
     section,
     start,
@@ -143,7 +146,7 @@ def with_factor(model: Any, rank: int, step: int) -> None:
 ALL = Setting(units=())
 TOGETHER = Setting(units=("left right",))
 KEPT, HALF = Setting(options={"reshard_after_forward": False}), Setting(options={"reshard_after_forward": 2})
-PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
+PROGRAMS: dict[str, tuple[Program, Setting]] = {
     "plain": (plain, Setting()),
     "one unit": (plain, ALL),
     "accumulating": (accumulating, Setting()),
@@ -164,7 +167,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
     "kept": (plain, KEPT),
     "offloaded": (plain, Setting(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)})),
 }
-OF_FOUR: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
+OF_FOUR: dict[str, tuple[Program, Setting]] = {
     "half": (plain, HALF),
     "copies": (plain, Setting(mesh=HSDP)),
     "copies accumulating": (accumulating, Setting(mesh=HSDP)),
@@ -173,7 +176,7 @@ OF_FOUR: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
     "copies kept": (two_backwards, replace(KEPT, mesh=HSDP)),
     "copies with a factor": (with_factor, Setting(mesh=HSDP)),
 }
-MIXED: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
+MIXED: dict[str, tuple[Program, Setting]] = {
     "bf16": (plain, Setting(options={"mp_policy": BF16})),
     "bf16 accumulating": (accumulating, Setting(options={"mp_policy": BF16})),
     "bf16 reduced": (plain, Setting(options={"mp_policy": BF16_BOTH})),
@@ -181,47 +184,11 @@ MIXED: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
 EVERY = {**PROGRAMS, **OF_FOUR, **MIXED}
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    """Return the whole gradients, with zeros for parameters without one."""
-    every = model.named_parameters()
-    return {n: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor().clone() for n, p in every}
-
-
-def own_gradients(model: Any) -> dict[str, Tensor]:
-    """Return this rank's shards of the existing gradients."""
-    return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def run_program(
-    name: str,
-    change: Mapping[str, Any],
-    rank: int,
-    steps: int,
-    look: Callable[[Any], dict[str, Tensor]] = gradients,
-) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """Return the gradients of every step, the model, and the handle of its compression."""
-    program, setting = EVERY[name]
-    model, optimizer, attached = replace(setting, **change).build()
-    seen = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        program(model, rank, step)
-        seen.append(look(model))
-        optimizer.step()
-    return seen, model, attached
-
-
 def train_none(rank: int, name: str) -> bool:
     """Return True if a program has the same bits with method "none"."""
     start()
-    alone, model, _ = run_program(name, {"momentum": 0.9}, rank, 20, own_gradients)
-    ours, counted, _ = run_program(name, {"momentum": 0.9, "section": NONE}, rank, 20, own_gradients)
-    weights = [[parameter.to_local() for parameter in one.parameters()] for one in (model, counted)]
-    return all(map(torch.equal, *weights)) and all(map(same, alone, ours))
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    program, setting = EVERY[name]
+    return same_as_uncompressed(program, replace(setting, momentum=0.9), rank)
 
 
 @pytest.mark.parametrize(
@@ -237,42 +204,16 @@ def test_method_none_is_fsdp2_bit_for_bit(ranks: int, name: str) -> None:
 
 
 def conserve(rank: int, name: str) -> list[str]:
-    """Return the parameters whose summed gradients differ from the true ones minus the residuals."""
-    start()
-    # Weights that stay, so that both see the same gradients.
-    true, _, _ = run_program(name, {"lr": 0.0}, rank, 7)
-    seen, model, attached = run_program(name, {"lr": 0.0, "section": FOUR_BITS}, rank, 7)
-    sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    of_means, kept = means(attached, sizes), residual_sums(attached, sizes)
-    assert any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes)
-    wrong = []
-    for key in sizes:
-        # Where it reduces by sums, FSDP2 divides them afterwards.
-        divided_later = 2 if "factor" in name else 1
-        total = (kept[key] - of_means[key]) * share(name) + of_means[key] / divided_later
-        dist.all_reduce(total)
-        left = sum(step[key] for step in true) - sum(step[key] for step in seen)
-        if not torch.allclose(left.flatten(), total, atol=2e-6):
-            wrong.append(key)
-    return wrong
+    """Return the parameters whose summed gradients differ from the true ones minus the residuals.
 
-
-def means(attached: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the residuals of means between copies of the model, which are in units of means."""
-    found = {name: torch.zeros(numel) for name, numel in sizes.items()}
-    store = attached.session.stores.get("means")
-    for (name, begin, numel), values in store.items() if store is not None else ():
-        found[name][begin : begin + numel] += values
-    return found
-
-
-def share(name: str) -> float:
-    """Return the factor from a residual to its part of the mean.
-
-    Copies keep halves of the sums of their two ranks, and one of the programs divides by half of the ranks.
+    Copies keep halves of the sums of their two ranks, and one of the programs divides by half of the ranks. Where it
+    reduces by sums, FSDP2 divides them afterwards.
     """
+    start()
+    program, setting = EVERY[name]
     factor = 2.0 if "factor" in name else 1.0
-    return factor * (2.0 if EVERY[name][1].mesh else 1.0) / dist.get_world_size()
+    share = factor * (2.0 if setting.mesh else 1.0) / dist.get_world_size()
+    return unconserved(program, setting, rank, share, 1 / factor)
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "clipping"])

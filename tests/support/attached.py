@@ -11,14 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 from tests.support.seeds import SEEDS
 from tests.support.two_branches import (
+    FOUR_BITS,
+    NONE,
     bits_of,
     loss_of,
     loss_on_text,
     refusal,
+    residual_sums,
     same_on_all,
     section,
     start,
@@ -31,16 +35,20 @@ __all__ = [
     "METHODS_OF_BRANCHES",
     "WORKS_ONLY_WITH_DEEPSPEED",
     "Clear",
+    "Program",
     "announced",
     "check_overflow",
     "gpts",
+    "gradients",
     "late_refusals",
     "norms_of",
     "overflow",
     "remembered_by",
     "resume",
+    "same_as_uncompressed",
     "train_methods",
     "train_together",
+    "unconserved",
 ]
 
 METHODS_OF_BRANCHES: Mapping[str, Mapping[str, Any]] = {
@@ -65,6 +73,70 @@ WORKS_ONLY_WITH_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
 """Sections with keys that other adapters refuse, by the message of the refusal."""
 Clear = Callable[[Any, Any, int, int], None]
 """Function of model, optimizer, rank and step that discards the gradients of the step."""
+
+
+Program = Callable[[Any, int, int], None]
+"""Function of model, rank and step that makes the gradients of a step."""
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Return the whole gradients by parameter, with zeros for parameters without one."""
+    every = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    return {n: torch.zeros(p.shape) if p.grad is None else whole(p.grad).clone() for n, p in every.items()}
+
+
+def run_program(
+    program: Program, setting: Any, rank: int, steps: int, to_none: bool = True
+) -> tuple[list[dict[str, Tensor]], Any, Any]:
+    """Return the gradients of every step, the model, and the handle of its compression."""
+    model, optimizer, attached = setting.build()
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=to_none)
+        program(model, rank, step)
+        seen.append(gradients(model))
+        optimizer.step()
+    return seen, model, attached
+
+
+def same_as_uncompressed(program: Program, setting: Any, rank: int) -> bool:
+    """Return True if 20 steps with method "none" have the gradients and weights of steps without the package."""
+    (alone, model, _), (ours, attached, _) = (
+        run_program(program, replace(setting, section=given), rank, 20) for given in (None, NONE)
+    )
+    pairs = list(zip(model.parameters(), attached.parameters(), strict=True))
+    return all(torch.equal(whole(a), whole(b)) and (a.grad is None) == (b.grad is None) for a, b in pairs) and all(
+        torch.equal(one[key], other[key]) for one, other in zip(alone, ours, strict=True) for key in one
+    )
+
+
+def unconserved(
+    program: Program, setting: Any, rank: int, share: float, later: float = 1.0, to_none: bool = True
+) -> list[str]:
+    """Return the parameters whose summed gradients differ from the true ones minus the residuals.
+
+    Args:
+        program: the program, which has seven steps.
+        setting: the model. Its weights stay, so that all runs see the same gradients.
+        rank: this rank.
+        share: factor from a residual to its part of the mean.
+        later: factor from a residual of a mean to that of the gradient.
+        to_none: False to clear gradients in place.
+    """
+    true, _, _ = run_program(program, replace(setting, lr=0.0), rank, 7, to_none)
+    seen, model, attached = run_program(program, replace(setting, lr=0.0, section=FOUR_BITS), rank, 7, to_none)
+    sizes = {name.removeprefix("module."): parameter.numel() for name, parameter in model.named_parameters()}
+    kept, means = residual_sums(attached, sizes), residual_sums(attached, sizes, ("means",))
+    wrong = []
+    for key in sizes:
+        total = (kept[key] - means[key]) * share + means[key] * later
+        dist.all_reduce(total)
+        left = sum(step[key] for step in true) - sum(step[key] for step in seen)
+        if not torch.allclose(left.flatten(), total, atol=2e-6) or not all(same_on_all(step[key]) for step in seen):
+            wrong.append(key)
+    if not any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes):
+        wrong.append("nothing was compressed")
+    return wrong
 
 
 def overflow(rank: int, setting: Any, scaled: bool, clear: Clear) -> dict[str, Any]:

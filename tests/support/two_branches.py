@@ -119,11 +119,14 @@ def loss_of(model: nn.Module, rank: int, step: int, ways: str = "both") -> Tenso
     return (model(x, ways) - y).square().mean()
 
 
-def residual_sums(attached: Any, names: Any) -> dict[str, Tensor]:
-    """Return the sum of all residual stores of this rank, by parameter. `names` maps parameters to their sizes."""
-    found = {name: torch.zeros(numel) for name, numel in names.items()}
-    for store in attached.session.stores.values():
-        for (name, begin, numel), values in store.items():
+def residual_sums(attached: Any, sizes: Mapping[str, int], stores: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return the sum of this rank's residual stores, of all or of the named ones, by parameter.
+
+    `sizes` maps parameters to their sizes.
+    """
+    found = {name: torch.zeros(numel) for name, numel in sizes.items()}
+    for kind, store in attached.session.stores.items():
+        for (name, begin, numel), values in store.items() if not stores or kind in stores else ():
             found[name][begin : begin + numel] += values
     return found
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress import CompressWarning, cli
-from deepspeed_compress.backends.deepspeed import builds
 from deepspeed_compress.backends.deepspeed.builds import abandoned_locks, clear_locks, warn_of_abandoned_locks
 
 
@@ -38,8 +37,6 @@ def test_an_abandoned_lock_is_found_with_the_command_that_removes_it(lock: Path,
         warn_of_abandoned_locks({**here, "LOCAL_RANK": "1"})
 
 
-
-
 def test_the_lock_of_a_running_build_is_kept(lock: Path, tmp_path: Path) -> None:
     """The process that holds the lock has the file open."""
     holder = subprocess.Popen([sys.executable, "-c", f"f = open({str(lock)!r}); print(flush=True); input()"],
@@ -51,10 +48,6 @@ def test_the_lock_of_a_running_build_is_kept(lock: Path, tmp_path: Path) -> None
     holder.kill()
     holder.communicate()
     assert abandoned_locks(here) == [lock]
-
-
-
-
 
 
 def test_run_says_it_before_anything_is_started(
