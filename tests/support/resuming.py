@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.support.jobs import Job, data, run, start, weights
+from tests.support.jobs import Job, data, own_data, run, start, weights
 
 __all__ = [
     "State",
@@ -19,35 +19,57 @@ State = tuple[dict[str, list[float]], dict[str, list[Any]]]
 """Weights at the end of a run, and residuals at its checkpoint."""
 
 
+def take(engine: Any, rank: int, job: Job, first: int, last: int | None) -> list[float]:
+    """Train the micro-steps from `first` to `last`, and return the losses."""
+    return run(engine, own_data(engine, rank, job)[first:last])
+
+
 def save_and_continue(
-    rank: int, job: Job, directory: str, first: int, tag: str | None = None, begin: Callable[[Job], Any] = start
+    rank: int,
+    job: Job,
+    directory: str,
+    first: int,
+    tag: str | None = None,
+    begin: Callable[[Job], Any] = start,
+    steps: Callable[..., list[float]] = take,
 ) -> State:
-    """Train, and save after `first` micro-steps."""
-    engine, batches = begin(job), data(rank, job)
-    run(engine, batches[:first])
+    """Train by `steps`, and save after `first` of them. `begin` makes the engine."""
+    engine = begin(job)
+    steps(engine, rank, job, 0, first)
     engine.save_checkpoint(directory, tag=tag)
     kept = residuals_of(engine)
-    run(engine, batches[first:])
+    steps(engine, rank, job, first, None)
     return _end(engine), kept
 
 
 def resume(
-    rank: int, job: Job, directory: str, first: int, tag: str | None = None, begin: Callable[[Job], Any] = start
+    rank: int,
+    job: Job,
+    directory: str,
+    first: int,
+    tag: str | None = None,
+    begin: Callable[[Job], Any] = start,
+    steps: Callable[..., list[float]] = take,
 ) -> State:
-    """Load a checkpoint, and train all micro-steps after the first `first`."""
+    """Load a checkpoint, and train all steps after the first `first`."""
     engine = begin(job)
     path, _ = engine.load_checkpoint(directory, tag=tag)
     assert path is not None
     kept = residuals_of(engine)
-    run(engine, data(rank, job)[first:])
+    steps(engine, rank, job, first, None)
     return _end(engine), kept
 
 
 def save_and_resume(
-    rank: int, job: Job, directory: str, first: int, begin: Callable[[Job], Any] = start
+    rank: int,
+    job: Job,
+    directory: str,
+    first: int,
+    begin: Callable[[Job], Any] = start,
+    steps: Callable[..., list[float]] = take,
 ) -> tuple[State, State]:
     """Return the results of a run that saves and continues, and of one that resumes in the same process."""
-    return tuple(work(rank, job, directory, first, begin=begin) for work in (save_and_continue, resume))
+    return tuple(work(rank, job, directory, first, None, begin, steps) for work in (save_and_continue, resume))
 
 
 def _end(engine: Any) -> dict[str, list[float]]:

@@ -32,10 +32,10 @@ from deepspeed_compress.file_locks import hold
 from deepspeed_compress.tools.checkpoint import convert_to_universal
 from tests.support.forks import RankError, run_forks
 from tests.support.full_disk import full_disk
-from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+from tests.support.jobs import Job, data, run, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
 from tests.support.messages import caught_warnings, refusal
-from tests.support.resuming import resume_all, save_and_continue_all
+from tests.support.resuming import resume, resume_all, save_and_continue, save_and_continue_all
 from tests.support.transport import until
 
 pytestmark = pytest.mark.sampled(4)
@@ -478,28 +478,11 @@ def test_exports_are_written_at_once_and_detached_engines_save_like_deepspeed(tm
         assert rates == ([] if rank else [None])
 
 
-def pipelines(rank: int, directory: str) -> list:
-    """Return the parameters after eight steps, and after repeating the last four of them."""
-    one = Job(0, {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}, steps=8, accumulation=2, stages=2)
-    found = []
-    for resumed in (False, True):
-        engine = start(one)
-        batches = data(engine.grid.get_data_parallel_rank(), one)
-        if resumed:
-            engine.load_checkpoint(directory)
-        else:
-            run_pipeline(engine, batches[:8])
-            engine.save_checkpoint(directory)
-        run_pipeline(engine, batches[8:])
-        found.append(weights(engine))
-        engine.destroy()
-        dist.barrier()
-    return found
-
-
 def test_every_stage_of_a_pipeline_saves_its_layers(tmp_path):
-    for uninterrupted, resumed in run_forks(4, pipelines, str(tmp_path)):
-        assert uninterrupted == resumed
+    section = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
+    one = Job(0, section, steps=8, accumulation=2, stages=2)
+    uninterrupted = run_forks(4, save_and_continue, one, str(tmp_path), 8)
+    assert run_forks(4, resume, one, str(tmp_path), 8) == uninterrupted
 
 
 OTHERS = {

@@ -23,8 +23,9 @@ from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, chec
 from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
 from tests.support.forks import run_forks
-from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, section, watch_exchanges
+from tests.support.island_jobs import SGD, Exchanges, run_apart, section, watch_exchanges
 from tests.support.jobs import BATCH, MUON, WIDTH, Job, data, make_engine, run, start, weights
+from tests.support.resuming import save_and_resume
 from tests.support.tensor_islands import TENSOR, VOCABULARY
 
 SAMPLED = pytest.mark.sampled(4)
@@ -201,25 +202,11 @@ def test_all_stages_get_a_data_loader() -> None:
     assert run_apart(1, loaded_by, Job(1), size=3, minimum=1) == [True] * 3
 
 
-def saved_and_resumed(rank: int, job: Job, directory: str) -> tuple[Weights, Weights]:
-    """Return the weights after nine steps of an island, and those of one that was resumed after six."""
-    engine, batches = start(job), data(0, job)
-    run(engine, batches[:6])
-    engine.save_checkpoint(directory)
-    run(engine, batches[6:])
-    straight = weights(engine)
-    engine.destroy()
-    engine = start(job)
-    assert engine.load_checkpoint(directory)[0] is not None
-    run(engine, batches[6:])
-    return straight, weights(engine)
-
-
 @SAMPLED
 def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
     """No other island takes part, so exchanges change nothing."""
     job, options = Job(1, stages=STAGES, steps=9), {"size": STAGES, "minimum": 1, **PLAIN}
-    for straight, resumed in run_apart(1, saved_and_resumed, job, str(tmp_path), **options):
+    for (straight, _), (resumed, _) in run_apart(1, save_and_resume, job, str(tmp_path), 6, **options):
         assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed
 
 

@@ -9,8 +9,9 @@ import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch.utils.data import TensorDataset
 
-from tests.support.island_jobs import SGD, Exchanges, Weights, run_apart, watch_exchanges
-from tests.support.jobs import Job, weights
+from tests.support.island_jobs import SGD, Exchanges, run_apart, watch_exchanges
+from tests.support.jobs import Job
+from tests.support.resuming import save_and_resume
 from tests.support.tensor_islands import AUTO_TP, TENSOR, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(4)
@@ -73,23 +74,11 @@ def test_ranks_that_share_layers_read_the_same_data(stage: int) -> None:
     assert sorted(first + third) == list(range(24))
 
 
-def saved_and_resumed(rank: int, job: Job, directory: str) -> tuple[Weights, Weights]:
-    """Return the weights after nine steps of an island, and those of one that was resumed after six."""
-    engine = start_tensor(job)
-    take_steps(engine, rank, job, 0, 6)
-    engine.save_checkpoint(directory)
-    take_steps(engine, rank, job, 6, 9)
-    straight = weights(engine)
-    engine.destroy()
-    engine = start_tensor(job)
-    assert engine.load_checkpoint(directory)[0] is not None
-    take_steps(engine, rank, job, 6, 9)
-    return straight, weights(engine)
-
-
 @pytest.mark.slow
 def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
     """Two ranks share layers, and no other island takes part, so exchanges change nothing."""
     job, options = Job(1, extra=AUTO_TP, steps=9), {"size": TENSOR, "minimum": 1, **PLAIN}
-    for straight, resumed in run_apart(1, saved_and_resumed, job, str(tmp_path), **options):
+    for (straight, _), (resumed, _) in run_apart(
+        1, save_and_resume, job, str(tmp_path), 6, start_tensor, take_steps, **options
+    ):
         assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed

@@ -25,6 +25,7 @@ from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, section
 from tests.support.jobs import BATCH, Job, largest_difference, make_engine, network, weights
 from tests.support.messages import refusal
+from tests.support.resuming import resume, save_and_continue
 from tests.support.tensor_islands import AUTO_TP, TENSOR, llama, start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(12)
@@ -178,21 +179,6 @@ def test_unequal_blocks_of_tensor_ranks_are_refused(numels: list[int], fine: boo
         assert ("second_moments: the tensor ranks hold unequal parts" in text) != fine
 
 
-def save_and_continue(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
-    engine = start_tensor(job)
-    take_steps(engine, rank, job, 0, SAVED)
-    engine.save_checkpoint(directory)
-    take_steps(engine, rank, job, SAVED)
-    return weights(engine)
-
-
-def resume(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
-    engine = start_tensor(job)
-    assert engine.load_checkpoint(directory)[0] is not None
-    take_steps(engine, rank, job, SAVED)
-    return weights(engine)
-
-
 DILOCO = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1, own=["lm_head"])
 TOPK = {**section(size=2, preset="diloco", sync_every=2), "gradients": {"method": "topk", "density": 0.1}}
 """Settings of one island that applies momentum, and whose ranks keep gradient residuals."""
@@ -202,8 +188,9 @@ TOPK = {**section(size=2, preset="diloco", sync_every=2), "gradients": {"method"
 @pytest.mark.parametrize(("stage", "methods"), [(1, DILOCO), (2, TOPK)])
 def test_a_resumed_run_continues_bit_for_bit(stage: int, methods: Mapping[str, Any], tmp_path: Path) -> None:
     job = Job(stage, extra=AUTO_TP, section=methods, steps=7)
-    straight = run_forks(4, save_and_continue, job, str(tmp_path), timeout=400)
-    assert run_forks(4, resume, job, str(tmp_path), timeout=400) == straight
+    how = (str(tmp_path), SAVED, None, start_tensor, take_steps)
+    straight = run_forks(4, save_and_continue, job, *how, timeout=400)
+    assert run_forks(4, resume, job, *how, timeout=400) == straight
 
 
 def sampled(rank: int, job: Job) -> tuple[list[int], int]:
