@@ -178,17 +178,6 @@ def test_the_inverse_dct_of_few_coefficients_matches_the_reference(share: float,
         assert out[:-1].isfinite().all()
 
 
-@properties
-@given(st.integers(1, 20), st.data())
-def test_packed_bits_match_the_reference(width: int, data: st.DataObject) -> None:
-    values = torch.tensor(data.draw(st.lists(st.integers(0, 2**width - 1), max_size=40)), dtype=torch.int64)
-    packed = [torch.full((-(-len(values) * width // 8) + 3,), 0xFF, dtype=torch.uint8) for _ in range(2)]
-    cpu.pack_bits(values, width, packed[0])
-    reference.pack_bits(values, width, packed[1])
-    assert torch.equal(*packed)
-    assert torch.equal(cpu.unpack_bits(packed[0], width, len(values)), values)
-
-
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 64, 64), (2, 1, 32, 32), (5, 1, 1, 64), (1, 1, 16, 64), (2, 2, 1, 1)])
 def test_transforms_match_the_reference_to_rounding(shape: tuple[int, ...], inverse: bool) -> None:

@@ -191,35 +191,9 @@ def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int)
 
 
 @SAMPLED
-@pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])
-@pytest.mark.parametrize("name", ["8 bits", "4 bits", "sign", "four levels"])
-def test_sums_of_messages_match_the_reference(run: Runner, name: str, ranks: int) -> None:
-    run(check_sums, FORMS[name], ranks, 0)
-
-
-@SAMPLED
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 def test_sums_of_unaligned_messages_match_the_reference(run: Runner, offset: int) -> None:
     run(check_sums, FORMS["4 bits"], 2, offset)
-
-
-def test_sums_of_forms_without_a_kernel_match_the_reference(run: Runner) -> None:
-    run(check_sums, OTHER_FORMS["3 bits"], 2, 0)
-
-
-def check_empty(device: torch.device) -> None:
-    from deepspeed_compress.compression.kernels import gpu
-
-    x, codes = torch.empty(0, device=device), torch.full((3,), 0xFF, dtype=torch.uint8, device=device)
-    gpu.quantize_blocks(x, FORMS["4 bits"], x, codes, residual=ResidualBuffers(x, 1.0, x))
-    gpu.dequantize_blocks_add(x, codes, FORMS["4 bits"], x, 1.0)
-    assert codes.tolist() == [0, 0, 0]
-    assert gpu.uniform(0, 1, device).numel() == gpu.unpack_bits(codes, 5, 0).numel() == 0
-    assert gpu.top_k_rows(x.view(0, 0).new_empty(0, 8), 2).shape == (0, 2)
-
-
-def test_empty_tensors_are_accepted(run: Runner) -> None:
-    run(check_empty)
 
 
 def check_uniform(device: torch.device, key: int) -> None:
@@ -302,24 +276,6 @@ def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
 @pytest.mark.parametrize("width", [1, 33, 256, 4000])
 def test_quantization_of_rows_matches_the_reference(run: Runner, width: int, stochastic: bool) -> None:
     run(check_rows, width, stochastic)
-
-
-def check_bits(device: torch.device, width: int, count: int) -> None:
-    from deepspeed_compress.compression.kernels import gpu
-
-    values = torch.randint(0, 2**width, (count,), generator=torch.Generator().manual_seed(width))
-    packed = torch.full((-(-count * width // 8) + 3,), 0xFF, dtype=torch.uint8)
-    own = packed.clone().to(device)
-    gpu.pack_bits(values.to(device), width, own)
-    reference.pack_bits(values, width, packed)
-    assert_same(own, packed)
-    assert_same(gpu.unpack_bits(own, width, count), values)
-
-
-@pytest.mark.parametrize("width", range(1, 19))
-def test_packed_bits_match_the_reference(run: Runner, width: int) -> None:
-    for count in (0, 1, 9, 3001):
-        run(check_bits, width, count)
 
 
 def check_codes(device: torch.device, width: int, count: int) -> None:
