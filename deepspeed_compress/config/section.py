@@ -63,8 +63,10 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
     # Settings that are valid, but have no effect or cost more than they gain.
     "notice": (
         gradient_problems.density,
+        gradient_problems.unused_block_size,
         gradient_problems.feedback,
         gradient_problems.overrides,
+        gradient_problems.unused_seed,
         policy_problems.idle_policy,
         service_problems.idle_memory_checkpoints,
         service_problems.costly_rollout,

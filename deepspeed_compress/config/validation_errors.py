@@ -3,6 +3,7 @@
 Remedies also cover what users guess who have not read the keys: `"enabled": true`, `"bits": 4`, `"method": "int4"`.
 """
 
+import copy
 import difflib
 import json
 import re
@@ -14,8 +15,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from deepspeed_compress.config.methods import DEFAULT_METHOD
-from deepspeed_compress.config.models import SECTION
-from deepspeed_compress.config.problems import listed, problem, show
+from deepspeed_compress.config.models import SECTION, CompressConfig
+from deepspeed_compress.config.problems import listed, problem, show, value_at
 from deepspeed_compress.config.schema import SchemaView, choices, describe
 from deepspeed_compress.diagnostics import Diagnostic, Path, at_key, pointer
 
@@ -34,7 +35,7 @@ _SYNONYMS: Mapping[str, str] = {
 def translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     """Yield the diagnostics of what pydantic found wrong in the section `raw`, each at its place in the file.
 
-    An unknown method hides the other problems of its object, because it decides which keys there are.
+    A method that resembles none hides the other problems of its object, because it decides which keys there are.
     """
     view = SchemaView(raw)
     found = [(_path(detail["loc"], view), detail) for detail in error.errors(include_url=False)]
@@ -44,6 +45,24 @@ def translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
         if "variants" not in view.at(path) or (path not in seen and path not in around):
             yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
         seen.add(path)
+    for path in (path for path, detail in found if detail["type"] == _BAD_METHOD):
+        yield from _next_to_misspelled_method(path, raw, view)
+
+
+def _next_to_misspelled_method(path: Path, raw: object, view: SchemaView) -> Iterator[Diagnostic]:
+    """Yield the problems in the object at `path` that it has with the method that is probably meant."""
+    corrected = copy.deepcopy(raw)
+    holder = value_at(corrected, path)
+    is_bits = _bits_of(path, holder["method"], view) is not None
+    meant = DEFAULT_METHOD if is_bits else _nearest(view.at((*path, "method")), holder["method"])
+    if meant is None:
+        return
+    holder["method"] = meant
+    try:
+        CompressConfig.model_validate(corrected)
+    except ValidationError as error:
+        inside = pointer((SECTION, *path)) + "/"
+        yield from (problem for problem in translate(error, corrected) if problem.pointer.startswith(inside))
 
 
 def _nearest(node: dict[str, Any], value: object) -> str | int | None:
@@ -158,10 +177,13 @@ def _remedy_of_key(path: Path, value: object, view: SchemaView) -> str | None:
         return f'"gradients": {{"bits": {bits}}}'
     for place, having, _ in view.places(path):
         if place == ("gradients", key):
-            usual = "topk" if "topk" in having else next(iter(having), DEFAULT_METHOD)
-            method = {} if DEFAULT_METHOD in having or not having else {"method": usual}
+            method = {} if DEFAULT_METHOD in having or not having else {"method": _usual(having)}
             return f'"gradients": {json.dumps({**method, key: value}, default=repr)}'
     return None
+
+
+def _usual(methods: list[str]) -> str:
+    return "topk" if "topk" in methods else methods[0]
 
 
 def _remedy_of_switch(parent: Path, value: object, view: SchemaView) -> str:
@@ -190,9 +212,10 @@ def _settings_meant(path: Path, value: object, view: SchemaView) -> dict[str, An
     return {"method": name} if name in choices(view.at((*path, "method"))) else None
 
 
+_BAD_METHOD = "union_tag_invalid"
 _BUILDERS = {
     "extra_forbidden": _unknown_key,
     "missing": _missing_key,
-    "union_tag_invalid": _bad_method,
+    _BAD_METHOD: _bad_method,
     "union_tag_not_found": _missing_method,
 }

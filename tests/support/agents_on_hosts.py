@@ -2,13 +2,11 @@
 
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_compress.checkpointing.completeness import STEM
 from deepspeed_compress.tools.bench.hosts import Cluster
 from tests.support.agents import Job, command, records, saved_step, starts, steps, until
 from tests.support.processes import alive
@@ -108,17 +106,6 @@ class HostsJob:
     def until_saved(self, step: int) -> None:
         """Wait until a complete checkpoint of `step` or a later step is on disk."""
         until(lambda: saved_step(self.directory) >= step, self.agents[0], STARTING)
-
-    def until_copied(self, step: int) -> None:
-        """Wait until every host with ranks has its own files of `step` or later in memory, and those of another."""
-        until(lambda: all(self._newest_copied(host) >= step for host in self.hosts()), self.agents[0], STARTING)
-
-    def _newest_copied(self, host: int) -> int:
-        """Return the step of the newest checkpoint in memory with the lists of two ranks; -1 if there is none."""
-        memory = Path(f"/proc/{self.agents[host].process.pid}/root/dev/shm")
-        lists = Counter(file.parent.name for file in memory.glob(f"*/memory/*/global_step*/{STEM}*.json"))
-        whole = [int(tag.removeprefix("global_step")) for tag, count in lists.items() if count == 2]
-        return max(whole, default=-1)
 
     def until_joined(self, host: int) -> None:
         """Wait until the agent of `host` is connected to the supervisor."""
