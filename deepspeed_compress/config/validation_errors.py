@@ -23,7 +23,7 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, at_key, pointer
 _PLACES = 3
 """Maximum number of places that a message names."""
 _SWITCHES = frozenset({"enable", "enabled", "active", "on"})
-_BITS = re.compile(r"(?:u?int|q)?[-_]?(\d+)(?:[-_ ]?bits?)?", re.IGNORECASE)
+_BITS = re.compile(r"(?:u?int|q)?[-_]?(\d{1,2})(?:[-_ ]?bits?)?", re.IGNORECASE)
 _SYNONYMS: Mapping[str, str] = {
     **dict.fromkeys(("1bit", "1-bit", "onebit", "int1", "signsgd"), "sign"),
     **dict.fromkeys(("fp8", "float8"), "fp8_e4m3"),

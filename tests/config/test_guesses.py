@@ -51,3 +51,7 @@ def test_a_method_that_resembles_none_hides_only_what_is_next_to_it() -> None:
     """The method decides which keys an object has."""
     section = {"gradients": {"method": "magic", "bogus": 1}, "weights": {"method": "int4", "x": 1}}
     assert problems(section).keys() == {"/gradients/method", "/weights/method", "/weights/x"}
+
+
+def test_a_method_of_thousands_of_digits_is_refused_by_name() -> None:
+    assert problems({"gradients": {"method": "9" * 5000}}).keys() == {"/gradients/method"}
