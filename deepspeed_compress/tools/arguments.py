@@ -59,7 +59,7 @@ def positive_number(text: str) -> float:
 def share(text: str) -> float:
     """Parse a fraction between 0 and 1, both excluded, such as "0.005" or "0.5%"."""
     factor = 100.0 if text.endswith("%") else 1.0
-    return _number(text.removesuffix("%"), factor, f"a fraction from 0 to {factor:g}") / factor
+    return _number(text.removesuffix("%"), factor, f"a number between 0 and {factor:g}") / factor
 
 
 def duration(text: str) -> float:

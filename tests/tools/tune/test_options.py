@@ -41,7 +41,7 @@ def test_shares(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0%", "100%", "1", "x", "-1%", "nan", ""])
 def test_wrong_shares(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a fraction"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number between 0 and"):
         share(text)
 
 
