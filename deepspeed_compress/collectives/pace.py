@@ -51,10 +51,16 @@ def make_pace(settings: Communication, group: ProcessGroup | None = None) -> Pac
     return Pace(bit_rate(settings.max_rate) / 8 / _processes_of_host(group))
 
 
+def launched_ranks_of_host() -> int | None:
+    """Return the number of ranks on this host, from the variables of torchrun or the deepspeed launcher, or None."""
+    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(given) if given else None
+
+
 def _processes_of_host(group: ProcessGroup | None) -> int:
     """Return the number of processes on this host, from the launcher's environment or by comparing host names."""
-    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    if given is not None:
-        return int(given)
+    launched = launched_ranks_of_host()
+    if launched is not None:
+        return launched
     names = gather_objects(socket.gethostname(), group)
     return names.count(socket.gethostname())

@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from deepspeed_compress.config import SECTION, find_missing, parse_section, read_ds_config
 from deepspeed_compress.config.section import is_misspelled

@@ -16,8 +16,9 @@ import pytest
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools import report, run_files
-from deepspeed_compress.tools.doctor.case import Case, read_run
+from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.command import diagnose, print_text
+from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.outputs.terminal import printable
 from tests.support.mutations import damage, damaged_line
 from tests.support.runs import trainer_run

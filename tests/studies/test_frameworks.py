@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 from safetensors.torch import save_file
 
 from deepspeed_compress.config import SECTION, parse_section

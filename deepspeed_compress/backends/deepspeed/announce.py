@@ -1,6 +1,5 @@
 """Startup announcement: one line with the settings and the bytes to be sent and kept, and warnings about the engine."""
 
-import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
 from deepspeed_compress.collectives.gloo import is_gloo
+from deepspeed_compress.collectives.pace import launched_ranks_of_host
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
@@ -170,8 +170,8 @@ def _frozen_between_hosts(engine: Any, parameters: Parameters) -> list[str]:
 
 def _spans_hosts(group: ProcessGroup) -> bool:
     """Return True if `group` has more ranks than this host, as far as the launcher tells."""
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return local is not None and group.size() > int(local)
+    local = launched_ranks_of_host()
+    return local is not None and group.size() > local
 
 
 def _compressed_weights(engine: Any, weights: CompressedWeights, parameters: Parameters, kind: str) -> str:

@@ -6,7 +6,6 @@ island or node. Pipelines divide all ranks themselves.
 """
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +28,7 @@ from deepspeed_compress.backends.deepspeed.groups import (
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.pace import launched_ranks_of_host
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches, replaced
@@ -151,13 +151,14 @@ def _ranks_of_host(division: _Division) -> int:
     Raises:
         ConfigError: neither launcher was used, or hosts have unequal numbers of ranks. Raised on all ranks.
     """
-    local = gather_objects(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", ""))
-    if not all(local):
+    local = gather_objects(launched_ranks_of_host())
+    launched = [size for size in local if size is not None]
+    if len(launched) < len(local):
         raise ConfigError(
             f"{division.key}: this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: a number of ranks "
             f"in place of the host); write 8, for instance, if {division.parts} have 8 ranks"
         )
-    sizes = sorted({int(size) for size in local})
+    sizes = sorted(set(launched))
     if len(sizes) > 1:
         raise ConfigError(
             f"{division.key}: hosts have {sizes} ranks (allowed: the same number on each); start the same number on "

@@ -20,10 +20,11 @@ from deepspeed_compress.config.secrets import MASK
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Severity
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.doctor.case import NEEDS, Case, read_baseline, read_run
+from deepspeed_compress.tools.doctor.case import NEEDS, Case
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
+from deepspeed_compress.tools.doctor.run import read_baseline, read_run
 from deepspeed_compress.tools.outputs import plural
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 from deepspeed_compress.tools.outputs.terminal import printable

@@ -149,7 +149,16 @@ def _named_or_embedded(document: Document) -> Iterator[Source]:
     file = named_file(document) if is_used(document) else None
     # Accelerate reads the file as JSON, whatever its name. If it is YAML, a rule reports that where it is named.
     for source in () if file is None or file.endswith(YAML) else _read(file):
-        yield replace(source, framework="accelerate", world_size=world_size)
+        # Only the configuration names this file. One that came from elsewhere must not change other files.
+        near = any(_is_below(directory, source.path) for directory in (os.curdir, os.path.dirname(document.path)))
+        named = replace(source.document, fixable=source.document.fixable and near)
+        yield replace(source, document=named, framework="accelerate", world_size=world_size)
+
+
+def _is_below(directory: str, path: str) -> bool:
+    """Return True if a file is in a directory or below it, with all links resolved."""
+    above = os.path.realpath(directory)
+    return os.path.commonpath((above, os.path.realpath(path))) == above
 
 
 def _document(path: str, content: bytes) -> Document:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node
@@ -13,12 +13,23 @@ MAX_BYTES = 64 * 2**10
 _KINDS: dict[type, Kind] = {bool: "bool", int: "number", float: "number", type(None): "null"}
 
 
+class _AliasError(Exception):
+    """Alias of the mapping or list at `span`."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span)
+        self.span = span
+
+
 def parse_yaml(text: str, path: str = "") -> Document:
     """Read YAML, or report what is wrong with it. YAML is never corrected."""
     if len(text.encode()) > MAX_BYTES:
         return _unread(path, text, Span(0, 0), f"larger than {MAX_BYTES >> 10} KiB", "a configuration")
     try:
         root = _convert(yaml.compose(text, Loader=yaml.SafeLoader), set())
+    except _AliasError as error:
+        what = "an alias of a mapping or a list, which the linter does not follow"
+        return _unread(path, text, error.span, what, "its content in this place")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return _unread(path, text, *_error(error, len(text)))
     return Document(path, text, root, fixable=False)
@@ -35,8 +46,7 @@ def _convert(node: Any, seen: set[int]) -> Node:
         return Node(kind, value if kind != "string" else str(value), span)
     if id(node) in seen:
         # A few lines of such aliases can stand for billions of values.
-        what = "an alias of a mapping or a list, which the linter does not follow"
-        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        raise _AliasError(span)
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
         return object_node([_member(key, value, seen) for key, value in node.value], span)

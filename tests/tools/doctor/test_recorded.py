@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.tools.doctor.case import Case, read_run
+from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.command import Diagnosis, diagnose
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rules import RULES
+from deepspeed_compress.tools.doctor.run import read_run
 
 RUNS = Path(__file__).parent / "runs"
 FAULTS = {

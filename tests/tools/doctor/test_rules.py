@@ -11,10 +11,11 @@ import pytest
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor import case
-from deepspeed_compress.tools.doctor.case import Case, Run
+from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.patches import apply, difference
 from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.doctor.rules.learning import risen
+from deepspeed_compress.tools.doctor.run import Run
 from tests.support.synthetic_runs import CONFIG, config, examine, losses, names, run
 
 TOPK = {"method": "topk", "density": 0.01}

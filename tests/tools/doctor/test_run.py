@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.errors import ConfigError, DataError
-from deepspeed_compress.tools.doctor.case import Case, read_run
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.run import read_run
 from tests.support.synthetic_runs import HEALTHY, config
 
 

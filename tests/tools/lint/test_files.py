@@ -206,6 +206,24 @@ def test_accelerate_with_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert source.document.fixable
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_file_elsewhere_that_accelerate_names_is_read_but_not_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    """A configuration that came from somebody else must not make --fix change other files of the user."""
+    project, other = tmp_path / "project", tmp_path / "other.json"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    other.write_text(CONFIG)
+    name = "link.json" if linked else str(other)
+    if linked:
+        Path(name).symlink_to(other)
+    Path("a.yaml").write_text(f"deepspeed_config:\n  deepspeed_config_file: {name}\n")
+    _, source = read(Path("a.yaml"))
+    assert source.document.data == {"zero_optimization": {"stage": 2}}
+    assert not source.document.fixable
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -219,7 +237,7 @@ def test_accelerate_with_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("deepspeed_config:\n---\n", "not YAML: but found another document"),
         ("deepspeed_config: " + "[" * 5000, "not YAML: "),
         ("deepspeed_config:\n" + "# \n" * 30000, "larger than 64 KiB"),
-        ("deepspeed_config:\n  a: &a [1]\n  b: [*a, *a]\n", "not YAML: an alias of a mapping or a list"),
+        ("deepspeed_config:\n  a: &a [1]\n  b: [*a, *a]\n", "an alias of a mapping or a list"),
     ],
 )
 def test_unusable_yaml(tmp_path: Path, text: str, what: str) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.lint.command import find_settings

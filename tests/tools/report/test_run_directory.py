@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.monitor import Journal
-from deepspeed_compress.tools.doctor.case import read_run
+from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.report.timeline import event_rows
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
