@@ -202,7 +202,7 @@ def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
     """Return a diagnostic for a missing section, with the likely typo; None if there is a section."""
     if SECTION in ds_config:
         return None
-    meant = _meant(ds_config)
+    meant = _meant(ds_config, 0.6)
     if meant:
         what = f"the section is missing (found {show(meant[0])} instead)"
         return problem((), what, f'"{SECTION}" in the file\'s outermost object, in place of {show(meant[0])}')
@@ -215,10 +215,10 @@ def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
 
 def is_misspelled(ds_config: Mapping[str, Any]) -> bool:
     """Return True if there is no section, but an obvious typo of it, or a section inside another one."""
-    return SECTION not in ds_config and bool(_meant(ds_config))
+    return SECTION not in ds_config and bool(_meant(ds_config, 0.8))
 
 
-def _meant(ds_config: Mapping[str, Any]) -> list[str]:
-    """Return keys that are probably typos of the section, and sections inside other ones."""
+def _meant(ds_config: Mapping[str, Any], likeness: float) -> list[str]:
+    """Return the key that resembles the section's by at least `likeness` (1: equal), and sections inside other keys."""
     inside = [f"{key}/{SECTION}" for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
-    return [*difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8), *inside]
+    return [*difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=likeness), *inside]
