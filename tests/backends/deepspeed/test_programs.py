@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.backends.deepspeed.programs import adapters
 from tests.backends.deepspeed.programs.catalogue import PROGRAMS
 from tests.backends.deepspeed.programs.judge import found, wanted
 from tests.backends.deepspeed.programs.nodes import PROGRAMS_ON_NODES, PROGRAMS_ON_RAW_NODES
-from tests.backends.deepspeed.programs.ranks import SECTIONS, run_tasks, tasks_of
+from tests.backends.deepspeed.programs.ranks import OTHER_SECTIONS, SECTIONS, run_tasks, tasks_of
 
 
 def unexpected(directory, stage: int, sections: tuple[str, ...], programs=PROGRAMS) -> list[str]:
@@ -48,3 +49,10 @@ def test_sharded_within_nodes(tmp_path, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nodes_exchange_during_backward(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw nodes"), PROGRAMS_ON_RAW_NODES) == []
+
+
+@pytest.mark.slow("tests/backends/deepspeed/programs")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_with_other_sections(tmp_path, stage):
+    assert unexpected(tmp_path, stage, ("plain", *OTHER_SECTIONS), adapters.PROGRAMS) == []

@@ -12,6 +12,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
 
 import deepspeed_compress
 from deepspeed_compress.config import parse_section
@@ -73,6 +74,30 @@ def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) 
     for plain, ours in run_forks(4, train, whole, divided):
         assert largest_difference(plain.parameters, ours.parameters) < 1e-6
         assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
+
+
+def with_adapters(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
+    """Return the weights after each job, which trains adapters and a layer next to frozen weights."""
+    seen = []
+    for job in jobs:
+        lora = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+        model = inject_adapter_in_model(lora, network())
+        model[4].requires_grad_(True)
+        engine = make_engine(model, job.config())
+        before = weights(engine)
+        run(engine, data(rank, job))
+        seen.append(weights(engine))
+        assert names_apart(before, seen[-1]) == {name for name in before if "lora" in name or name.startswith("4.")}
+    return seen
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_of_two_islands_equal_those_of_data_parallelism(stage: int) -> None:
+    whole = Job(stage, extra=SGD)
+    divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
+    for plain, ours in run_forks(4, with_adapters, whole, divided):
+        assert largest_difference(plain, ours) < 1e-6
 
 
 @SAMPLED

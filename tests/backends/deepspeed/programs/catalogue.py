@@ -1,6 +1,7 @@
 """All programs."""
 
 from tests.backends.deepspeed.programs import (
+    adapters,
     calls,
     combined,
     engines,
@@ -22,4 +23,5 @@ PROGRAMS = (
     *layouts.PROGRAMS,
     *experts.PROGRAMS,
     *combined.PROGRAMS,
+    *adapters.PROGRAMS,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.backends.deepspeed.programs.ranks import Result, Task
 
-EXACT = frozenset({"plain", "none", "raw", "auto"})
+EXACT = frozenset({"plain", "none", "raw", "auto", "background", "islands"})
 """Sections that must be bit-identical to DeepSpeed. With the others, ranks must agree if DeepSpeed's ranks agree."""
 
 
@@ -46,6 +46,7 @@ def wanted(task: Task) -> Outcome:
         "4 bits": program.refused,
         "nodes": program.refused,
         "raw nodes": program.refused,
+        "overlap": {3: "weights/overlap"},
         "weights": {**program.refused_weights, **program.refused},
     }
     if stage in refusals.get(task.section, {}):

@@ -41,6 +41,13 @@ SECTIONS: Mapping[str, Mapping[str, Any] | None] = {
 and `auto` does so in some steps, between others that are left to DeepSpeed (see `_Alternating`). `nodes` exchange
 after backward, and `raw nodes` during it."""
 
+OTHER_SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "overlap": {**RAW, "weights": {"bits": 8, "min_numel": 10, "overlap": True}},
+    "background": {**NONE, "checkpointing": {}},
+    "islands": {**NONE, "islands": {"size": 2, "sync_every": 1, "exchange": NONE["gradients"], "second_moments": {}}},
+}
+"""Sections that only some programs are run with. `islands` is one island of two ranks, whose exchanges change nothing."""
+
 SECONDS = 30
 """Timeout of a collective in seconds."""
 
@@ -99,7 +106,7 @@ def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -
         for program in programs
         if stage in program.stages
         for section in sections
-        if section == "plain" or (stage not in program.fails and (section, stage) != ("weights", 0))
+        if section == "plain" or (stage not in program.fails and (stage > 0 or section not in ("weights", "overlap")))
     ]
 
 
@@ -156,7 +163,7 @@ def _work(rank: int, batch: list[Task], directory: Path) -> None:
 
 
 def run_task(task: Task, rank: int, directory: Path) -> Result:
-    section = SECTIONS[task.section]
+    section = {**SECTIONS, **OTHER_SECTIONS}[task.section]
     run = Run(task.program, task.stage, rank, section, directory)
     uninstall = (lambda: None) if section is None else install()
     # Other buckets have their size from the configuration.
