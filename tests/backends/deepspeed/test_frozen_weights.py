@@ -1,6 +1,6 @@
 """Weights that are not numbers, or not trained, travel exactly, whatever `weights` says about the trained ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -53,9 +53,10 @@ class Adapted(nn.Module):
         super().__init__()
         codes = torch.randint(0, 256, (31, WIDTH), dtype=torch.uint8)
         codes[0, 3::4] = 255
-        self.codes = PACKED[kind](codes)
+        # Where fp16 is supported, DeepSpeed refuses models whose first parameter is no number.
         self.frozen = nn.Parameter(torch.randn(17, 31) / 5, requires_grad=False)
         self.trained = nn.Parameter(torch.randn(31, WIDTH) / 5)
+        self.codes = PACKED[kind](codes)
         self.seen: list[dict[str, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,40 +133,99 @@ def test_naming_frozen_parameters_that_do_not_exist_is_told() -> None:
         assert any("weights/frozen: true has no effect, because none of the 0 frozen" in text for text in texts)
 
 
-def quantize_by_bitsandbytes(model: nn.Module, storage: torch.dtype) -> Tensor:
-    """Replace the first linear layer of `model` by one of 4 bits, and return the bits of its packed codes."""
+def of_bitsandbytes(linear: nn.Linear, storage: torch.dtype) -> nn.Module:
+    """Return a layer of 4 bits in place of `linear`. `storage` is the dtype that holds two or more codes."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    linear = model[0]
     layer = Linear4bit(linear.in_features, linear.out_features, compute_dtype=torch.float32, quant_storage=storage)
     given = {"requires_grad": False, "quant_type": "nf4", "quant_storage": storage, "module": layer}
     layer.weight, layer.bias = Params4bit(linear.weight.data.clone(), **given), linear.bias
-    model[0] = layer.to("cpu").requires_grad_(False)
+    layer = layer.to("cpu").requires_grad_(False)
     if layer.weight.quant_state is None:
         layer.weight._quantize("cpu")
-    return bits(layer.weight)
+    return layer
 
 
-def train_with_lora(rank: int, storage: torch.dtype, weights: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether the packed codes are exact in all forward passes, and the parameters that were trained."""
+class OfGptq(nn.Module):
+    """Layer with eight codes of 4 bits in an int32, and scales in fp16, as GPTQ and AWQ have them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        codes = torch.randint(-(2**31), 2**31, (linear.out_features, linear.in_features // 8), dtype=torch.int32)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(torch.rand(linear.out_features, 1).half() / 8, requires_grad=False)
+
+    def dequantized(self) -> Tensor:
+        codes = (self.weight.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
+        return (codes.flatten(1) - 8).float() * self.scales.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.dequantized().t()
+
+
+class BesideGptq(nn.Module):
+    """The same with a matrix of low rank, for which PEFT asks for the library that made the codes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = OfGptq(linear)
+        self.down, self.up = nn.Linear(linear.in_features, 4), nn.Linear(4, linear.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def dequantized(layer: nn.Module) -> Tensor:
+    if isinstance(layer, OfGptq):
+        return layer.dequantized()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+
+def adapted_model(storage: torch.dtype | None) -> nn.Module:
+    """Return a model whose second layer has 4 bits and an adapter: of bitsandbytes in `storage`, or of GPTQ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(128, 1)).requires_grad_(False)
+    if storage is None:
+        model[1] = BesideGptq(model[1])
+        return model
     from peft import LoraConfig, inject_adapter_in_model
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1))
-    codes = quantize_by_bitsandbytes(model, storage)
+    model[1] = of_bitsandbytes(model[1], storage)
     model.is_loaded_in_4bit = True
-    model = inject_adapter_in_model(LoraConfig(r=4, target_modules=["0"]), model)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine = make_engine(model, Job(3, {"gradients": {"bits": 4}, "weights": weights}).config())
-    quantized, seen = model[0].base_layer, []
-    quantized.register_forward_pre_hook(lambda module, inputs: seen.append(torch.equal(bits(module.weight), codes)))
-    for _ in range(3):
-        x = torch.randn(8, 64)
-        train_on(engine, (engine(x) - x[:, :1]).square().mean())
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        trained = [name for name, one in model.named_parameters() if not torch.equal(bits(one), bits(before[name]))]
-    engine.destroy()
-    return len(seen) == 3 and all(seen), sorted(trained)
+    return inject_adapter_in_model(LoraConfig(r=4, target_modules=["1"]), model)
+
+
+def train_with_adapter(
+    rank: int, storage: torch.dtype | None, settings: Sequence[Mapping[str, Any]]
+) -> list[tuple[bool, list[str]]]:
+    """Return by setting whether the base is exact in ten steps and after them, and the layers that were trained."""
+    found = []
+    for weights in settings:
+        model = adapted_model(storage)
+        given, seen = dequantized(model[1].base_layer), []
+        before = {name: bits(parameter) for name, parameter in model.named_parameters()}
+        engine = make_engine(model, Job(3, {"gradients": {"bits": 4}, "weights": weights}).config())
+        base = model[1].base_layer
+        base.register_forward_pre_hook(lambda layer, _, seen=seen: seen.append(dequantized(layer)))
+        for _ in range(10):
+            x = torch.randn(8, 64)
+            train_on(engine, (engine(x) - x[:, :1]).square().mean())
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            seen.append(dequantized(base))
+            trained = {name.split(".")[1] for name, one in model.named_parameters() if not same(one, before[name])}
+        engine.destroy()
+        found.append((len(seen) == 11 and all(torch.equal(one, given) for one in seen), sorted(trained)))
+    return found
+
+
+def same(parameter: Tensor, given: Tensor) -> bool:
+    return torch.equal(bits(parameter), given)
+
+
+WEIGHTS = [{"method": "none"}, EIGHT, FOUR, {**EIGHT, "frozen": True}, {**FOUR, "frozen": True}]
 
 
 @pytest.mark.skipif(
@@ -173,7 +233,9 @@ def train_with_lora(rank: int, storage: torch.dtype, weights: Mapping[str, Any])
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("weights", [EIGHT, {**FOUR, "frozen": True}], ids=["8 bits", "4 bits, frozen ones too"])
-def test_qlora_keeps_the_codes_of_bitsandbytes(storage: torch.dtype, weights: Mapping[str, Any]) -> None:
-    trained = ["0.lora_A.default.weight", "0.lora_B.default.weight"]
-    assert run_forks(2, train_with_lora, storage, weights) == [(True, trained)] * 2
+def test_qlora_keeps_the_base_of_bitsandbytes(storage: torch.dtype) -> None:
+    assert run_forks(2, train_with_adapter, storage, WEIGHTS) == [[(True, ["lora_A", "lora_B"])] * len(WEIGHTS)] * 2
+
+
+def test_integers_of_gptq_and_their_scales_stay() -> None:
+    assert run_forks(2, train_with_adapter, None, WEIGHTS) == [[(True, ["down", "up"])] * len(WEIGHTS)] * 2

@@ -117,26 +117,35 @@ class Kept(nn.Linear):
         return super().forward(x)
 
 
-class Quantized(nn.Module):
-    """Frozen matrix of packed codes and a frozen matrix of numbers, with a trained matrix of low rank, as in QLoRA.
+class Packed(nn.Module):
+    """Frozen matrix of packed codes in `storage`. Forward fails if a bit has changed."""
 
-    Forward fails if a bit of a frozen matrix has changed. `storage` is the dtype that holds the codes.
-    """
-
-    def __init__(self, storage: torch.dtype = torch.uint8) -> None:
+    def __init__(self, storage: torch.dtype) -> None:
         super().__init__()
-        codes = torch.randint(0, 256, (17, WIDTH), dtype=torch.uint8)
-        self.codes = nn.Parameter(codes.view(storage), requires_grad=False)
-        self.base = Kept(17, 17).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 17, bias=False)
-        self.head = nn.Linear(17, 1)
-        self.given = codes.clone()
+        self.given = torch.randint(0, 256, (17, WIDTH), dtype=torch.uint8)
+        self.codes = nn.Parameter(self.given.clone().view(storage), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         codes = self.codes.detach().view(torch.uint8)
         assert torch.equal(codes, self.given), "packed codes were changed"
-        hidden = x @ ((codes.to(x.dtype) - 128) / 512).t() + self.up(self.down(x))
-        return self.head(torch.tanh(self.base(hidden)))
+        return x @ ((codes.to(x.dtype) - 128) / 512).t()
+
+
+class Quantized(nn.Module):
+    """Matrix of packed codes and a frozen matrix of numbers, with a trained matrix of low rank, as in QLoRA.
+
+    The numbers come first, because ZeRO 3 takes the type of the first parameter for that of the model.
+    """
+
+    def __init__(self, storage: torch.dtype = torch.uint8) -> None:
+        super().__init__()
+        self.base = Kept(17, 17).requires_grad_(False)
+        self.codes = Packed(storage)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 17, bias=False)
+        self.head = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.base(self.codes(x) + self.up(self.down(x)))))
 
 
 class Scripted(nn.Module):

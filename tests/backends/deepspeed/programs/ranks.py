@@ -46,7 +46,7 @@ OTHER_SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "background": {**NONE, "checkpointing": {}},
     "islands": {**NONE, "islands": {"size": 2, "sync_every": 1, "exchange": NONE["gradients"], "second_moments": {}}},
 }
-"""Sections that only some programs are run with. `islands` is one island of two ranks, whose exchanges change nothing."""
+"""Sections for some programs. `islands` is one island of two ranks, whose exchanges change nothing."""
 
 SECONDS = 30
 """Timeout of a collective in seconds."""
