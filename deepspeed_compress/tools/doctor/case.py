@@ -154,6 +154,12 @@ class Case:
         return self.run.section is not None and self.run.section.weights.method != "none"
 
     @property
+    def mostly_frozen(self) -> bool:
+        """Return True if ZeRO 3 gathers so much more than gradients have that most weights are not trained."""
+        gathered = self.median("bytes_weights") + self.median("bytes_weights_saved")
+        return self.stage == 3 and gathered > self.limits.gathers * self.median("bytes_uncompressed") > 0
+
+    @property
     def traffic(self) -> dict[str, float]:
         """Return the median bytes per step by kind of traffic. Kinds with a median of zero are left out."""
         kinds = ("bytes_sent", "bytes_weights", *OTHER_KINDS)

@@ -79,6 +79,11 @@ class Thresholds:
     """Fraction of all bytes that are not gradients. Halving the gradients then saves an eighth at most."""
     weights: float = 0.5
     """Fraction of all bytes that are weights, so that weights outweigh everything else."""
+    gathers: float = 8.0
+    """Bytes of gathered weights for each byte of gradients, under ZeRO 3.
+
+    If all weights are trained, there are three at most: forward, backward, and the second forward of checkpointing.
+    """
 
     delay: float = 10.0
     """Residual norm divided by gradient norm, which is about the number of steps by which gradients arrive late.

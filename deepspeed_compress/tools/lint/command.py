@@ -33,7 +33,10 @@ _KEYS = (
     *("exit-on", "framework", "world-size", "ranks-per-node", "bandwidth"),
 )
 _EXIT_ON = "warning"
-_DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" values', "accelerate": "keys of Accelerate"}
+_DETECTED_BY: Mapping[Framework, str] = {
+    "hf": '"auto" values or the file that names it',
+    "accelerate": "keys of Accelerate",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import check_regular
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
-from deepspeed_compress.tools.lint.rules.accelerate import SECTION, embedded, is_used, named_file
+from deepspeed_compress.tools.lint.rules.accelerate import SECTION, embedded, file_name, find_file, is_used
 from deepspeed_compress.tools.lint.rules.auto import BY_TRAINER
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.values import AUTO
@@ -32,6 +32,10 @@ _KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compr
 """Keys that occur only in DeepSpeed configurations."""
 _MARKED = re.compile("|".join(_KEYS).encode())
 _MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_KEYS, SECTION))})[\"']?[ \t]*:".encode(), re.MULTILINE)
+
+_NAMING = ("deepspeed", "accelerate_config")
+"""Keys of LLaMA-Factory, ms-swift, axolotl and TRL that name a configuration of DeepSpeed or Accelerate."""
+_MARKED_NAMING = re.compile(rf"^({'|'.join(_NAMING)})[ \t]*:".encode(), re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +116,11 @@ def file_matches(path: str, pattern: str) -> bool:
     return fnmatch(pure.name, pattern) or fnmatch(pure.as_posix(), pattern) or fnmatch(pure.as_posix(), f"*/{pattern}")
 
 
-def _read(path: str, found: bool = False) -> Iterator[Source]:
-    """Yield the configuration in a file. If it was `found` in a directory, yield it only if it is a configuration."""
+def _read(path: str, found: bool = False, follow: bool = True) -> Iterator[Source]:
+    """Yield the configuration in a file. If it was `found` in a directory, yield it only if it is a configuration.
+
+    With `follow`, a fine-tuning framework's file yields the configurations that it names.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -121,22 +128,34 @@ def _read(path: str, found: bool = False) -> Iterator[Source]:
         yield Source(_unreadable(path, f"cannot be read ({error.strerror})", "a file that can"))
         return
     if path.endswith(YAML):
-        yield from _of_yaml(path, content)
+        yield from _of_yaml(path, content, follow)
     elif not found or _is_meant(path, _MARKED, content):
         document = _document(path, content)
         if not found or is_config(document):
             yield Source(document)
 
 
-def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
-    """Yield the configuration in a YAML file, which is Accelerate's or DeepSpeed's own. Most YAML files are neither."""
+def _of_yaml(path: str, content: bytes, follow: bool) -> Iterator[Source]:
+    """Yield the configurations in a YAML file, which is Accelerate's or DeepSpeed's own, or that it names.
+
+    Most YAML files do neither.
+    """
     if not _is_meant(path, _MARKED_YAML, content):
+        if follow and _MARKED_NAMING.search(content):
+            yield from _named_by_framework(_document(path, content))
         return
     document = _document(path, content)
     if document.has(SECTION):
         yield from _named_or_embedded(document)
     elif document.problems or is_config(document):
         yield Source(document)
+
+
+def _named_by_framework(document: Document) -> Iterator[Source]:
+    """Yield the configurations that the settings of a fine-tuning framework name. It trains with Trainer."""
+    for key in _NAMING:
+        for source in _named(document, document.get(key)):
+            yield replace(source, framework=source.framework or "hf")
 
 
 def _named_or_embedded(document: Document) -> Iterator[Source]:
@@ -146,13 +165,19 @@ def _named_or_embedded(document: Document) -> Iterator[Source]:
     ranks = document.get("num_processes")
     world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
     yield Source(embedded(document), "accelerate", world_size)
-    file = named_file(document) if is_used(document) else None
+    name = file_name(document) if is_used(document) else None
     # Accelerate reads the file as JSON, whatever its name. If it is YAML, a rule reports that where it is named.
-    for source in () if file is None or file.endswith(YAML) else _read(file):
-        # Only the configuration names this file. One that came from elsewhere must not change other files.
+    for source in _named(document, None if name is None or name.endswith(YAML) else name):
+        yield replace(source, framework="accelerate", world_size=world_size)
+
+
+def _named(document: Document, name: object) -> Iterator[Source]:
+    """Yield the configurations in the file `name`, if `document` names one that exists."""
+    file = find_file(document, name) if isinstance(name, str) else None
+    for source in () if file is None else _read(file, follow=False):
+        # Only `document` names this file. One that came from elsewhere must not change other files.
         near = any(_is_below(directory, source.path) for directory in (os.curdir, os.path.dirname(document.path)))
-        named = replace(source.document, fixable=source.document.fixable and near)
-        yield replace(source, document=named, framework="accelerate", world_size=world_size)
+        yield replace(source, document=replace(source.document, fixable=source.document.fixable and near))
 
 
 def _is_below(directory: str, path: str) -> bool:

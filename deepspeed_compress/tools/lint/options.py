@@ -10,6 +10,8 @@ from deepspeed_compress.tools.arguments import positive_integer, positive_number
 
 Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
+FINE_TUNING = ("llamafactory", "swift", "axolotl", "trl")
+"""Frameworks whose Trainer reads the configuration, so that they are `hf` for the rules."""
 FORMATS = ("full", "concise", "statistics", "json", "github", "sarif")
 
 
@@ -50,7 +52,8 @@ def _add_context(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--world-size", type=positive_integer, metavar="N", help="total number of ranks")
     group.add_argument("--ranks-per-node", type=positive_integer, metavar="N", help="number of ranks on each node")
     group.add_argument("--bandwidth", type=positive_number, metavar="GBIT", help="bandwidth between nodes, in Gbit/s")
-    group.add_argument("--framework", choices=FRAMEWORKS, help="program that reads the configuration")
+    what = f"program that reads the configuration; {', '.join(FINE_TUNING)} are hf"
+    group.add_argument("--framework", type=_framework, choices=FRAMEWORKS, help=what)
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model: its directory or config.json")
 
 
@@ -67,6 +70,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     what = "lowest severity for which the exit code is 1 (default: warning)"
     exits.add_argument("--exit-on", choices=SEVERITIES, help=what)
     exits.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+
+
+def _framework(name: str) -> str:
+    return "hf" if name in FINE_TUNING else name
 
 
 def _words(text: str) -> list[str]:

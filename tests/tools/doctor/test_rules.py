@@ -21,6 +21,8 @@ from tests.support.synthetic_runs import CONFIG, config, examine, losses, names,
 TOPK = {"method": "topk", "density": 0.01}
 SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}
 STOCHASTIC = {"bits": 4, "rounding": "stochastic"}
+ZERO_3 = {"zero_optimization": {"stage": 3}}
+GATHERING = {"bytes_weights": 400_000_000}
 NO_OVERLAP = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
 
 
@@ -157,6 +159,7 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
     ],
     "straggler": [(run({"busy_ms_median": 200.0, "busy_ms_max": 226.0, "slowest_rank": 3}), None)],
     "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
+    "frozen-weights-gathered": [(run(GATHERING, config(extra=ZERO_3)), None)],
     "other-traffic": [
         (run({"bytes_tensor": 100_000_000}), None),
         (run({"bytes_islands": 100_000_000}, config(islands=IN_FULL)), None),
@@ -248,6 +251,12 @@ NEAR: dict[str, list[Run]] = {
     "weights-uncompressed": [
         run({"bytes_weights": 5_000_000}, config(weights=None)),
         run({"bytes_weights": 21_000_000}),
+        run(GATHERING, config(extra=ZERO_3, weights=None)),
+    ],
+    "frozen-weights-gathered": [
+        run(GATHERING),
+        run({"bytes_weights": 330_000_000}, config(extra=ZERO_3)),
+        run(GATHERING, config(extra=ZERO_3, parallelism={"shard_within": "node"})),
     ],
     "other-traffic": [run({"bytes_tensor": 10_000_000}), run({"bytes_tensor": 100_000_000, "communicate_ms": 10.5})],
     "islands-drift-apart": [

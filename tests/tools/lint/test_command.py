@@ -252,12 +252,14 @@ def test_auto_reveals_the_framework(
 
     use(monkeypatch, rule("DSC900", "watches", check))
     name = str(save(text, "ds_config.yaml" if text[0] != "{" else "ds_config.json"))
-    note = f'ds-compress: note: {name}: checked for hf, because of "auto" values; --framework overrides this\n'
+    sign = '"auto" values or the file that names it'
+    note = f"ds-compress: note: {name}: checked for hf, because of {sign}; --framework overrides this\n"
     assert lint() == (0, "1 file checked, nothing found.\n", note if framework else "")
     assert lint("--framework", "lightning")[2] == lint("-q")[2] == ""
+    assert lint("--framework", "swift")[2] == ""
     save('[tool.ds-compress.lint]\nframework = "accelerate"\n', "pyproject.toml")
     assert lint()[2] == ""
-    assert seen == [framework, "lightning", framework, "accelerate"]
+    assert seen == [framework, "lightning", framework, "hf", "accelerate"]
 
 
 def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
@@ -265,8 +267,8 @@ def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
         save(AUTO, name)
     save("deepspeed_config: {}", "a.yaml")
     assert lint("--ignore", "ALL")[2].splitlines() == [
-        'ds-compress: note: ds_config_1.json and 2 more files: checked for hf, because of "auto" values; '
-        "--framework overrides this",
+        'ds-compress: note: ds_config_1.json and 2 more files: checked for hf, because of "auto" values or the file '
+        "that names it; --framework overrides this",
         "ds-compress: note: a.yaml: checked for accelerate, because of keys of Accelerate; --framework overrides this",
     ]
 

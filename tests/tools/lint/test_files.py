@@ -224,6 +224,44 @@ def test_a_file_elsewhere_that_accelerate_names_is_read_but_not_corrected(
     assert not source.document.fixable
 
 
+@pytest.mark.parametrize("text", ["deepspeed: ds.json", "model: x\ndeepspeed: ds.json  # zero 3\n"])
+def test_a_framework_file_names_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text(text)
+    Path("ds.json").write_text('{"train_batch_size": 8}')
+    [source] = read("train.yaml")
+    assert (source.path, source.framework, source.document.fixable) == ("ds.json", "hf", True)
+
+
+def test_a_file_of_trl_names_one_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text("accelerate_config: launch.yaml\n")
+    Path("launch.yaml").write_text("num_processes: 4\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
+    Path("ds.json").write_text(CONFIG)
+    assert [(one.path, one.framework, one.world_size) for one in read("train.yaml")] == [
+        ("launch.yaml", "accelerate", 4),
+        ("ds.json", "accelerate", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "deepspeed: zero3",
+        "deepspeed: [",
+        "deepspeed: {image: x}",
+        "deepspeed: train.yaml",
+        "accelerate_config: train.yaml",
+        "accelerate_config: other.yaml",
+    ],
+)
+def test_a_framework_file_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text(text)
+    Path("other.yaml").write_text("accelerate_config: train.yaml")
+    assert read("train.yaml") == []
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -28,7 +28,7 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     """Report uncompressed weights that outweigh other traffic and take significant time at the gradients' rate."""
     size, taken = case.traffic.get("bytes_weights", 0.0), _part_of_step(case, ("bytes_weights",))
     share = size / (sum(case.traffic.values()) or 1.0)
-    if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain:
+    if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain or case.mostly_frozen:
         return
     bits = 8 if case.stage == 3 else 4
     yield Diagnostic(
@@ -39,6 +39,25 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
         patch=None if case.stage == 0 else case.patch(with_section, {"weights": {"bits": bits}}),
         evidence={**_sizes(case), "time for weights, part of a step": taken},
         weight=taken,
+    )
+
+
+@rule("warning", "whether ranks gather weights that are not trained", "config")
+def frozen_weights_gathered(case: Case) -> Iterator[Diagnostic]:
+    """Report gathers of frozen weights, as with LoRA, if they are most of the traffic and may cross nodes."""
+    size, parallelism = case.traffic.get("bytes_weights", 0.0), case.section.parallelism
+    share = size / (sum(case.traffic.values()) or 1.0)
+    within = parallelism is not None and parallelism.shard_within is not None
+    if within or share < case.limits.most or not case.mostly_frozen:
+        return
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Weights are {share:.0%} of the bytes that a rank sends, and most are not trained: ZeRO 3 gathers them in "
+        "every pass, between nodes too",
+        'If the GPUs of one node hold the model, shard inside nodes: "parallelism": {"shard_within": "node"}. If one '
+        "GPU holds it, use ZeRO 2.",
+        evidence=_sizes(case),
+        weight=share,
     )
 
 

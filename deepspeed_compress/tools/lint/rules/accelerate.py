@@ -71,15 +71,11 @@ def file_name(document: Document) -> str | None:
     return name if isinstance(name, str) and name != "none" else None
 
 
-def named_file(document: Document) -> str | None:
-    """Return the path of that DeepSpeed configuration, or None if it does not exist.
+def find_file(document: Document, name: str) -> str | None:
+    """Return the path of a file that `document` names, or None if it does not exist.
 
-    Accelerate opens the name relative to its working directory, which is usually above the directory of its
-    configuration.
+    Programs open the name relative to their working directory, which is usually above the directory of `document`.
     """
-    name = file_name(document)
-    if name is None:
-        return None
     directory = FilePath(os.path.abspath(document.path)).parent
     beside = os.path.join(os.path.dirname(document.path), name)
     above = (str(parent / name) for parent in directory.parents)
@@ -216,7 +212,7 @@ def accelerate_file_missing(document: Document, context: Context) -> Findings:
     """
     name = file_name(document) if document.origin is not None else None
     member = next((member for member in settings(document) if member.key == NAME), None)
-    if name is not None and member is not None and is_used(document) and named_file(document) is None:
+    if name is not None and member is not None and is_used(document) and find_file(document, name) is None:
         what = f"{show(name)} was not found here, next to this file, or in a directory above it"
         yield Diagnostic(at(SECTION, NAME, span=member.value.span), what, write("the path of a configuration"))
 
@@ -254,7 +250,7 @@ def accelerate_file_is_yaml(document: Document, context: Context) -> Findings:
     Proof: raises JSONDecodeError
     """
     name = file_name(document) if document.origin is not None else None
-    if name is not None and name.endswith(_YAML) and is_used(document) and named_file(document) is not None:
+    if name is not None and name.endswith(_YAML) and is_used(document) and find_file(document, name):
         span = next(member.value.span for member in settings(document) if member.key == NAME)
         what = f"{show(name)} is YAML by its name, which Accelerate reads as JSON and stops at"
         yield Diagnostic(at(SECTION, NAME, span=span), what, write("the same settings into a .json file"))
