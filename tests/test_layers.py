@@ -239,8 +239,11 @@ TABLE = {
     ),
     "tools.plan": allow("config errors planner policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(
-        "config errors planner safe_files tools.plan_cluster_plots tools.plan_measure tools.plots tools.tables"
+        "errors planner safe_files tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_measure "
+        "tools.plan_setup tools.plots"
     ),
+    "tools.plan_cluster_tables": allow("config.numbers planner tools.tables"),
+    "tools.plan_setup": allow("config errors planner"),
     "tools.plan_measure": allow(
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),

@@ -52,7 +52,8 @@ class Plan:
     """Result of a search.
 
     Attributes:
-        candidates: The best layout of each kind that the program can start, fastest first.
+        candidates: The best layout of each kind that the program can start, without islands, fastest first.
+        islands: The same with islands, which train in another way.
         others: The same for layouts that only Megatron can start.
         fitting: All candidates that the program can start and that fit into memory, in no order.
         considered: Number of predicted layouts.
@@ -60,6 +61,7 @@ class Plan:
     """
 
     candidates: tuple[Candidate, ...]
+    islands: tuple[Candidate, ...]
     others: tuple[Candidate, ...]
     fitting: tuple[Candidate, ...]
     considered: int
@@ -146,8 +148,9 @@ def search(job: Job) -> Plan:
         considered += len(variants)
         found += [variant for variant in variants if variant.verdict != "does not fit"]
     best = _best_of_each_kind(found)
-    others = tuple(one for one in best if one.layout.engine != job.engine)
-    return Plan(_startable(best, job), others, _startable(found, job), considered, layouts.refused)
+    startable, others = _startable(best, job), tuple(one for one in best if one.layout.engine != job.engine)
+    alike, islands = (tuple(one for one in startable if (one.layout.islands > 1) == apart) for apart in (False, True))
+    return Plan(alike, islands, others, _startable(found, job), considered, layouts.refused)
 
 
 def _startable(found: Iterable[Candidate], job: Job) -> tuple[Candidate, ...]:

@@ -133,7 +133,9 @@ def _add_cluster_arguments(subjects: Any) -> None:
     examples = [
         "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
-        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --output plan",
+        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --config now.json",
+        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --choose 2 "
+        "--output plan",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 64 --seq 2048 --software hf "
         "--lora-rank 16",
         "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
@@ -160,9 +162,15 @@ def _add_cluster_arguments(subjects: Any) -> None:
     what = "generation of its flash-attention kernel, or 0 for separate kernels (default: %(default)s)"
     cluster.add_argument("--attention", type=int, choices=(0, 1, 2, 3), default=2, help=what)
     _add_measurement_arguments(cluster.add_argument_group("measurement"))
+    what = "ds_config.json of what runs now (default: ZeRO without compression, with the fastest stage that fits)"
+    cluster.add_argument("--config", type=Path, metavar="FILE", help=what)
+    what = "show all kinds of layouts, by their names, instead of what one can choose from"
+    cluster.add_argument("--all", action="store_true", help=what)
     what = "show the terms of a layout: its number in the table, or its name"
     cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
-    what = "write ds_config.json and launch.sh of the best layout to DIR, and a hostfile if there are --nodes"
+    what = "row, or name, whose files --output writes (default: the fastest that trains as now)"
+    cluster.add_argument("--choose", metavar="N|LAYOUT", help=what)
+    what = "write ds_config.json and launch.sh of a layout to DIR, and a hostfile if there are --nodes"
     cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
     what = "file with a line for each node: its name, and the switches above it, such as 'node1 hall1/rack2'"
     cluster.add_argument("--nodes", type=Path, metavar="FILE", help=what)

@@ -53,6 +53,16 @@ def test_the_fastest_come_first_and_each_kind_once() -> None:
     assert not plan.is_tied(plan.candidates[-1])
 
 
+def test_islands_are_kept_apart() -> None:
+    """They train in another way, so they are never the answer to a question that did not ask for them."""
+    plan = search(job("16xA100", "10gbit", batch=256))
+    assert plan.islands
+    assert {one.layout.islands for one in (*plan.candidates, *plan.others)} == {1}
+    assert plan.islands[0].days < plan.candidates[0].days
+    assert plan.recommended.layout.islands == 1
+    assert not [one for one in plan.islands if one.layout.islands == 1]
+
+
 def test_only_megatron_interleaves() -> None:
     plan = search(job("64xH100", "100gbit", LLAMA_70B))
     assert all(one.layout.virtual == 1 and not one.layout.sequence_parallel for one in plan.candidates)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.search import Job, Plan, search
 from deepspeed_compress.tools import plan_cluster, plan_cluster_plots
-from deepspeed_compress.tools.plan_cluster import explain, read_batch, read_count
+from deepspeed_compress.tools.plan_cluster import read_batch, read_count
+from deepspeed_compress.tools.plan_cluster_tables import explain
 from tests.planner.jobs import LLAMA_1B, job
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -45,12 +47,75 @@ def plan(model: str, *more: str) -> int:
     return main(["plan", "cluster", *given, *more])
 
 
-def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choices_come_in_the_order_in_which_one_would_try_them(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model) == 0
+    alike, _, below = capsys.readouterr().out.partition("exchange every 30 steps")
+    names = [
+        "uncompressed",
+        "the same, 8 bits",
+        "the same, 4 bits",
+        "inside nodes",
+        "inside nodes, 4 bits",
+        " islands,",
+    ]
+    places = [alike.index(name) for name in names]
+    assert places == sorted(places)
+    assert "+2 to 7 %" in below
+    assert "Below the line, training itself changes." in below
+    assert "more than a tenth faster" not in below
+
+
+def test_a_node_alone_is_told_that_nothing_helps(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpus", "8xA100") == 0
+    out = capsys.readouterr().out
+    assert "Nothing that trains as now is more than a tenth faster." in out
+    assert "inside nodes" not in out
+    assert "islands" not in out
+
+
+def test_what_runs_now_is_read_from_its_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "now.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+    assert plan(model, "--config", str(file), "--explain", "1") == 0
+    assert capsys.readouterr().out.startswith("zero3-d16-b2x8")
+    section = {"gradients": {"bits": 8}, "parallelism": {"zero_stage": 2, "shard_within": "node"}}
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", SECTION: section}))
+    assert plan(model, "--config", str(file), "--explain", "1") == 0
+    assert "zero2-d16-node8-" in capsys.readouterr().out.partition("-g8:")[0]
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "message"),
+    [
+        ({"train_micro_batch_size_per_gpu": 3}, "has no layout of 16 GPUs with 256 sequences per step"),
+        ({SECTION: {"gradients": {"method": "topk"}}}, 'gradients by "topk" are not predicted'),
+        ({SECTION: {"gradients": {"bits": 2}}}, 'gradients by "blockwise" are not predicted'),
+        ({SECTION: {"islands": {"by_host": True}}}, "islands are not predicted as what runs now"),
+    ],
+)
+def test_files_that_are_not_predicted_are_refused(
+    ds_config: dict[str, object], message: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "now.json"
+    file.write_text(json.dumps(ds_config))
+    assert plan(model, "--config", str(file)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_better_batch_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model) == 0
+    assert "more tokens would be trained per second" not in capsys.readouterr().out
+    assert plan(model, "--batch", "1008") == 0
+    assert "With 1024 sequences per step, " in capsys.readouterr().out
+
+
+def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--all") == 0
     out = capsys.readouterr().out
     assert "16 A100-80 in 2 nodes of 8, 10 Gbit/s per node" in out
     assert " 10 " in out
     assert " M1 " in out
+    assert " I1 " in out
     assert "zero" in out
     assert "Outside of the calibration" in out
     assert "steps of deepspeed (fitted: those of megatron)" in out
@@ -75,11 +140,11 @@ def test_a_layout_that_is_as_fast_is_no_rival(capsys: pytest.CaptureFixture[str]
     found = search(asked)
     first, *_ = found.candidates
     tied, slower = (replace(found.fitting[0], days=first.days * times) for times in (1.001, 1.2))
-    explain("1", replace(found, candidates=(first, tied)), asked)
+    explain(first, replace(found, candidates=(first, tied)), asked)
     assert "faster" not in capsys.readouterr().out
-    explain("2", replace(found, candidates=(first, tied)), asked)
+    explain(tied, replace(found, candidates=(first, tied)), asked)
     assert f"{tied.layout} is as fast as {first.layout}." in capsys.readouterr().out
-    explain("1", replace(found, candidates=(first, tied, slower)), asked)
+    explain(first, replace(found, candidates=(first, tied, slower)), asked)
     assert "if the latter took 20 % longer than predicted" in capsys.readouterr().out
 
 
@@ -94,6 +159,10 @@ def test_the_files_of_the_best_pass_the_linter(model: str, tmp_path: Path, capsy
         done = subprocess.run([script], env=environment | given, capture_output=True, text=True, check=False)
         assert done.returncode != 0
         assert f"{missing}: is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS {script}" in done.stderr
+    assert plan(model, "--output", f"{tmp_path}/plan", "--choose", "2") == 0
+    assert json.loads((tmp_path / "plan" / "ds_config.json").read_text())[SECTION]["gradients"]["bits"] == 8
+    assert plan(model, "--choose", "2") == 1
+    assert "--choose: is for the files of a row" in capsys.readouterr().err
     assert plan(model, "--output", f"{tmp_path}/plan", "--software", "megatron") == 1
     assert "--output: Megatron" in capsys.readouterr().err
 

@@ -1,0 +1,152 @@
+"""What somebody can choose from: what runs now, and ways to send less, in the order in which one would try them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layouts import Layouts
+from deepspeed_compress.planner.learning import ISLANDS_LOST, loss_gap
+from deepspeed_compress.planner.search import TIE, Candidate, Job, Plan, search
+
+FASTER = 0.9
+"""Share of the seconds of all other choices that another layout must stay below to be a choice, too."""
+
+ROUND, WORTH = 8, 0.05
+"""Sequences for each GPU that a round batch is a multiple of, and the gain in rate that makes one worth a note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to train.
+
+    Attributes:
+        name: What differs from what runs now.
+        candidate: The predicted layout.
+        loss: Increase of the loss, as a text; empty if there is none.
+    """
+
+    name: str
+    candidate: Candidate
+    loss: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.candidate.prediction.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a configuration says of a layout, in the terms of `Layout`. The micro-batch may be left open by 0."""
+
+    zero: int
+    tensor: int = 1
+    pipeline: int = 1
+    micro: int = 0
+    shard_within: int = 0
+    gradient_bits: int = 0
+    weight_bits: int = 0
+
+    def allows(self, layout: Layout) -> bool:
+        """Return True if the configuration without its compression has the sizes of `layout`."""
+        written = (self.zero, self.tensor, self.pipeline, self.shard_within)
+        sizes = (layout.zero, layout.tensor, layout.pipeline, layout.shard_within)
+        return sizes == written and self.micro in (0, layout.micro)
+
+
+def choices(job: Job, plan: Plan, setup: Setup | None) -> tuple[Choice, ...]:
+    """Return what trains as now: first what runs now (`setup`, or DeepSpeed as most use it), then what sends less."""
+    now = _now(job, plan, setup)
+    inside = () if now.candidate.layout.shard_within else tuple(_inside_nodes(job, plan))
+    found = (now, *_with_fewer_bits(job, now.candidate.layout, (8, 4) if inside else (8, 4, 3)), *inside)
+    fastest = plan.candidates[0]
+    if fastest.prediction.seconds < FASTER * min(one.seconds for one in found):
+        found = (*found, _choice(f"the fastest: {fastest.layout}", fastest, job))
+    return found
+
+
+def islands(plan: Plan) -> Iterator[Choice]:
+    """Yield the fastest layout with islands, which trains in another way."""
+    if plan.islands:
+        layout = plan.islands[0].layout
+        name = f"{layout.islands} islands, exchange every {layout.sync_every} steps"
+        yield Choice(name, plan.islands[0], ISLANDS_LOST)
+
+
+def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
+    """Return what runs now. Sizes that the configuration leaves open are those that are fastest.
+
+    Raises:
+        ConfigError: The configuration does not fit the job.
+    """
+    if setup is None:
+        plain = [one for one in plan.fitting if not (one.layout.compressed or one.layout.shard_within)]
+        whole = [one for one in plain if one.layout.tensor == one.layout.pipeline == 1]
+        best = min(whole or plain or plan.candidates, key=lambda one: one.days)
+        return Choice(f"ZeRO {best.layout.zero}, uncompressed", best)
+    layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf").plain()
+    written = [
+        replace(layout, gradient_bits=setup.gradient_bits, weight_bits=setup.weight_bits)
+        for layout in layouts
+        if setup.allows(layout)
+    ]
+    found = [_predicted(job, layout) for layout in written]
+    if not found:
+        raise ConfigError(
+            f"--config: has no layout of {job.cluster.gpus} GPUs with {job.batch} sequences per step; correct its "
+            "parallelism and its train_micro_batch_size_per_gpu, or --gpus and --batch"
+        )
+    return _choice("now", min(found, key=lambda one: (one.verdict == "does not fit", one.days)), job)
+
+
+def _with_fewer_bits(job: Job, layout: Layout, widths: tuple[int, ...]) -> Iterator[Choice]:
+    """Yield the same layout with gradients, and weights if they are sent as well, in fewer bits than now."""
+    for bits in widths:
+        if layout.data > 1 and (bits < layout.gradient_bits or not layout.gradient_bits):
+            sends_weights = layout.zero and not layout.shard_within and not job.model.rank
+            # ZeRO 3 rounds the weights themselves, the others only their changes.
+            weights = (8 if layout.zero == 3 else max(bits, 4)) if sends_weights else 0
+            smaller = replace(layout, gradient_bits=bits, weight_bits=weights)
+            yield _choice(f"the same, {bits} bits", _predicted(job, smaller), job)
+
+
+def _inside_nodes(job: Job, plan: Plan) -> Iterator[Choice]:
+    """Yield the fastest layouts that shard inside nodes, with less and less between them, if possible of sure memory."""
+    for bits, name in ((0, ""), (4, ", 4 bits"), (3, ", 3 bits")):
+        fits = (one for one in plan.fitting if one.layout.shard_within and one.layout.gradient_bits == bits)
+        best = min(fits, key=lambda one: one.days * (1 if one.verdict == "fits" else 1 + TIE), default=None)
+        if best is not None:
+            yield _choice(f"ZeRO {best.layout.zero} inside nodes{name}", best, job)
+
+
+def _predicted(job: Job, layout: Layout) -> Candidate:
+    return job.candidate(job.predictor(layout).predict(layout))
+
+
+def _choice(name: str, candidate: Candidate, job: Job) -> Choice:
+    gap = loss_gap(candidate.layout, job.model.parameters)
+    return Choice(name, candidate, f"{100 * gap:.2f} %" if gap else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Batch of `sequences` near that of the job, whose tokens per second are higher by the share `gain`."""
+
+    sequences: int
+    gain: float
+
+
+def better_batch(job: Job, plan: Plan) -> Batch | None:
+    """Return the better of the two round batches next to that of the job; None if it is round, or neither gains."""
+    unit = ROUND * job.cluster.gpus
+    below = job.batch // unit * unit
+    if below == job.batch:
+        return None
+    found = []
+    for batch in filter(None, (below, below + unit)):
+        other = search(replace(job, batch=batch)).candidates
+        gain = other[0].prediction.rate / plan.candidates[0].prediction.rate - 1 if other else 0.0
+        found.append(Batch(batch, gain))
+    best = max(found, key=lambda one: one.gain)
+    return best if best.gain > WORTH else None

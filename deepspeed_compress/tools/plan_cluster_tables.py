@@ -1,0 +1,225 @@
+"""What ``ds-compress plan cluster`` prints: the choices, all layouts, and the terms of one."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from deepspeed_compress.config.numbers import short
+from deepspeed_compress.planner.choices import FASTER, Choice, better_batch
+from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.learning import ISLANDS_LOST, MEASURED, critical_batch
+from deepspeed_compress.planner.measured import Measured
+from deepspeed_compress.planner.predict import Prediction
+from deepspeed_compress.planner.search import Candidate, Job, Plan, turns
+from deepspeed_compress.tools.tables import new_console, new_table, print_table
+
+SHOWN, APART = 10, 3
+"""Rows of the table of all layouts: those that train alike, and those with islands or that only Megatron can start."""
+SAME = 0.005
+"""Relative difference below which two layouts are as fast as each other."""
+WIDTH = 160
+"""Least width of tables in characters. A narrower table would break the names of layouts."""
+LEGEND = """\
+Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
+b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps."""
+
+
+def print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
+    """Print the best layouts, with measured steps if there are any, and what the table's marks mean."""
+    figures = ("step in s (80 %)", *(["measured"] if measured else []), "tokens/s", "memory", "node sends", "days")
+    columns = ("", "layout", *figures, "limited by")
+    table = new_table(_title(job), columns, ("", "layout", "limited by"))
+    for letter, rows, count in _blocks(plan):
+        for number, candidate in enumerate(rows[:count], 1):
+            table.add_row(f"{letter}{number}", *_cells(candidate, plan, job, measured))
+        table.add_section()
+    new_console(WIDTH).print(table)
+    print(LEGEND)
+    for line in _notes(plan, job):
+        print(line)
+    print_refused(plan)
+
+
+def _blocks(plan: Plan) -> tuple[tuple[str, tuple[Candidate, ...], int], ...]:
+    """Return the letter before the numbers of each block of the table, its layouts, and how many of them are shown."""
+    return ("", plan.candidates, SHOWN), ("I", plan.islands, APART), ("M", plan.others, APART)
+
+
+def _title(job: Job) -> str:
+    trained = f" ({short(job.model.trained_parameters)} of them in adapters)" if job.model.rank else ""
+    return (
+        f"{job.model.name}, {short(job.model.parameters)} parameters{trained}, on {job.cluster}\n"
+        f"{sequences(job)} of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
+    )
+
+
+def sequences(job: Job) -> str:
+    """Return the batch of a step in words."""
+    return f"{job.batch} sequence{'s' if job.batch > 1 else ''}"
+
+
+def _cells(candidate: Candidate, plan: Plan, job: Job, measured: Measured | None) -> Sequence[str]:
+    prediction = candidate.prediction
+    low, high = prediction.interval
+    tie = "* " if candidate in plan.candidates and plan.is_tied(candidate) else ""
+    return (
+        f"{tie}{candidate.layout}",
+        f"{prediction.seconds:.3g} ({low:.3g}-{high:.3g})",
+        *([] if measured is None else [_seconds_of(candidate.layout, measured)]),
+        f"{prediction.rate:,.0f}",
+        _memory(candidate),
+        _sent(candidate, job),
+        f"{candidate.days:.3g}",
+        _limits(prediction),
+    )
+
+
+_MARKS = {"fits": "", "tight": "?", "does not fit": "!"}
+"""Marks of memory by verdict."""
+
+
+def _memory(candidate: Candidate) -> str:
+    return f"{candidate.prediction.memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}"
+
+
+def _sent(candidate: Candidate, job: Job) -> str:
+    """Return the bytes that a node sends to others in a step."""
+    return f"{job.cluster.per_node * sum(term.outside for term in candidate.prediction.terms) / 1e9:.3g} GB"
+
+
+def _seconds_of(layout: Layout, measured: Measured) -> str:
+    """Return the measured seconds of a step, or an empty text if the layout was not measured."""
+    return next((f"{step.seconds:.3g}" for step in measured.steps if step.layout == layout), "")
+
+
+def _limits(prediction: Prediction) -> str:
+    """Return the two kinds of terms that take most of the step, with their shares."""
+    shares = {term.kind: prediction.share(term.kind) for term in prediction.terms}
+    largest = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
+    return ", ".join(f"{kind} {100 * shares[kind]:.0f} %" for kind in largest if shares[kind] >= 0.05)
+
+
+def _notes(plan: Plan, job: Job) -> Iterator[str]:
+    """Yield what the marks of the table of all layouts mean."""
+    shown = [one for _, rows, count in _blocks(plan) for one in rows[:count]]
+    ties = sum(map(plan.is_tied, plan.candidates))
+    if ties > 1:
+        yield f"* The prediction cannot tell these {ties} apart: measure them."
+    yield from _memory_notes(shown)
+    if plan.islands:
+        yield f"I: islands train in another way. In our own runs, the loss was {ISLANDS_LOST} higher."
+    if plan.others:
+        yield "M: only Megatron can start it."
+    yield from _doubts(plan, job)
+    yield f"{plan.considered:,} layouts predicted; --all --explain 1 shows the terms of the first."
+
+
+def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
+    verdicts = {one.verdict for one in shown}
+    if "tight" in verdicts:
+        yield "? Memory is tight: it fits only if the estimate is right."
+    if "does not fit" in verdicts:
+        yield "! It does not fit into memory, by the estimate."
+
+
+def _doubts(plan: Plan, job: Job) -> Iterator[str]:
+    """Yield what speaks against the batch, or against the prediction."""
+    better = better_batch(job, plan)
+    if better is not None:
+        yield f"With {better.sequences} sequences per step, {better.gain:.0%} more tokens would be trained per second."
+    limit = critical_batch(job.tokens)
+    if job.batch * job.seq > limit:
+        yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."
+    outside = list(job.outside(plan.candidates[0].layout))
+    if outside:
+        yield f"Outside of the calibration: {'; '.join(outside)}."
+
+
+def print_choices(found: Sequence[Choice], others: Sequence[Choice], plan: Plan, job: Job) -> None:
+    """Print what one can choose from, first what runs now, and below a line what changes training (`others`)."""
+    columns = ("", "", "step in s (80 %)", "times as fast", "days", "memory", "a node sends", "loss")
+    table = new_table(_title(job), columns, ("", "loss"))
+    for number, choice in enumerate((*found, *others), 1):
+        if number == len(found) + 1:
+            table.add_section()
+        table.add_row(str(number), *_choice_cells(choice, found[0].seconds, job))
+    new_console(WIDTH).print(table)
+    everything = [*found, *others]
+    for line in _memory_notes([one.candidate for one in everything]):
+        print(line)
+    if any(one.loss for one in everything):
+        size = "" if job.model.parameters <= MEASURED else ", not at this size"
+        print(f"Loss: how much higher, measured with up to {short(MEASURED)} parameters{size}.")
+    if others:
+        print("Below the line, training itself changes.")
+    if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
+        print("Nothing that trains as now is more than a tenth faster.")
+    for line in _doubts(plan, job):
+        print(line)
+    print("--choose N --output DIR writes the files of a row, --explain N shows its terms, --all shows other layouts.")
+
+
+def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:
+    candidate = choice.candidate
+    low, high = candidate.prediction.interval
+    return (
+        choice.name,
+        f"{choice.seconds:.3g} ({low:.3g}-{high:.3g})",
+        f"{seconds / choice.seconds:.2g}",
+        f"{candidate.days:.3g}",
+        _memory(candidate),
+        _sent(candidate, job),
+        f"+{choice.loss}" if choice.loss else "as now",
+    )
+
+
+def print_refused(plan: Plan) -> None:
+    """Print why layouts were refused, and how many for each reason."""
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in plan.refused.most_common())
+    if reasons:
+        print(f"Refused: {reasons}.")
+
+
+def explain(candidate: Candidate, plan: Plan, job: Job) -> None:
+    """Print the terms of a layout, and what would make another one faster."""
+    prediction = candidate.prediction
+    rows = []
+    for term in sorted(prediction.terms, key=lambda term: -term.seconds):
+        sizes = (f"{size / 1e9:.3g}" if size else "" for size in (term.inside, term.outside))
+        times = (f"{term.seconds:.3g}", f"{term.busy:.3g}")
+        rows.append((term.name, *times, *sizes, term.kind, term.formula, term.source))
+    texts = ("resource", "formula", "source")
+    columns = ("term", "s", "busy s", "GB in node", "GB out", *texts)
+    print_table(f"{candidate.layout}: {prediction.seconds:.4g} s", columns, rows, ("term", *texts), WIDTH)
+    for line in (*_summary(candidate, job), *_rivals(candidate, plan, job)):
+        print(line)
+
+
+def _summary(candidate: Candidate, job: Job) -> Iterator[str]:
+    memory, peak = candidate.prediction.memory, job.cluster.gpus * job.cluster.gpu.peak
+    parts = {
+        "states": memory.states,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "buffers": memory.buffers,
+    }
+    sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    yield f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}."
+    used = job.model.flops_per_token(job.seq) * candidate.prediction.rate / peak
+    yield f"Model FLOPs: {100 * used:.0f} % of the GPUs' peak."
+    yield f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss."
+
+
+def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
+    """Yield what would have to change for this candidate to win, or for the second to win over the first."""
+    first, *others = plan.candidates
+    if candidate.days < first.days:
+        return
+    rivals = others if candidate is first else [candidate]
+    second = next((one for one in rivals if one.days > first.days * (1 + SAME)), None)
+    if second is None:
+        if candidate is not first:
+            yield f"{candidate.layout} is as fast as {first.layout}."
+        return
+    yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days)"
+    for turn in turns(job, first.layout, second.layout):
+        yield f"  with {turn.factor:.2g} times the rate of {turn.what}"
+    yield f"  if the latter took {100 * (second.days / first.days - 1):.0f} % longer than predicted"
