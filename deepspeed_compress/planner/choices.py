@@ -112,7 +112,7 @@ def _with_fewer_bits(job: Job, layout: Layout, widths: tuple[int, ...]) -> Itera
 
 
 def _inside_nodes(job: Job, plan: Plan) -> Iterator[Choice]:
-    """Yield the fastest layouts that shard inside nodes, with less and less between them, if possible of sure memory."""
+    """Yield the fastest layouts that shard inside nodes, with less and less between them. Sure memory is preferred."""
     for bits, name in ((0, ""), (4, ", 4 bits"), (3, ", 3 bits")):
         fits = (one for one in plan.fitting if one.layout.shard_within and one.layout.gradient_bits == bits)
         best = min(fits, key=lambda one: one.days * (1 if one.verdict == "fits" else 1 + TIE), default=None)

@@ -74,14 +74,13 @@ def _rows(ranks: JobRanks, program: str, job: Row) -> list[Row]:
 def differing(plan: Plan, ranks: JobRanks) -> Iterator[Layout]:
     """Yield the best layouts that differ in tensor ranks, stages or ZeRO stage.
 
-    Processes of a launcher divide all models as in the first layout, since their groups are made once. Islands are
-    left out, because their steps repeat only after an exchange.
+    Processes of a launcher divide all models as in the first layout, since their groups are made once.
     """
     first, seen = plan.candidates[0].layout, set[tuple[int, int, int]]()
     for layout in (one.layout for one in plan.candidates):
         kind = (layout.tensor, layout.pipeline, layout.zero)
         can_start = ranks.starts_processes or kind[:2] == (first.tensor, first.pipeline)
-        if kind not in seen and len(seen) < LAYOUTS and layout.islands == 1 and can_start:
+        if kind not in seen and len(seen) < LAYOUTS and can_start:
             seen.add(kind)
             yield layout
 
