@@ -137,12 +137,32 @@ _DROPOUT = ("resid_pdrop", "hidden_dropout", "resid_dropout", "dropout")
 _LARGEST = 10**9
 
 
+_SHAPES = (
+    ("0.5B", 24, 896, 14, 2, 4864, 151936, True),  # Qwen2.5
+    ("1B", 16, 2048, 32, 8, 8192, 128256, True),  # Llama 3.2
+    ("3B", 28, 3072, 24, 8, 8192, 128256, True),  # Llama 3.2
+    ("7B", 28, 3584, 28, 4, 18944, 152064, False),  # Qwen2.5
+    ("8B", 32, 4096, 32, 8, 14336, 128256, False),  # Llama 3.1
+    ("13B", 40, 5120, 40, 40, 13824, 32000, False),  # Llama 2
+    ("14B", 48, 5120, 40, 8, 13824, 152064, False),  # Qwen2.5
+    ("32B", 64, 5120, 40, 8, 27648, 152064, False),  # Qwen2.5
+    ("70B", 80, 8192, 64, 8, 28672, 128256, False),  # Llama 3.1
+)
+TYPICAL: Mapping[str, Model] = {
+    name: Model(name, "llama", layers, hidden, heads, kv_heads, hidden // heads, ffn, True, vocab, tied)
+    for name, layers, hidden, heads, kv_heads, ffn, vocab, tied in _SHAPES
+}
+"""Models of usual sizes, which stand for others of their size."""
+
+
 def read_model(path: Path) -> Model:
-    """Return the shape in `path`, a config.json or a directory with one.
+    """Return the shape in `path`, a config.json, a directory with one, or a key of `TYPICAL`.
 
     Raises:
         ConfigError: The file cannot be read, lacks a key, or describes layers that are not predicted.
     """
+    if str(path).upper() in TYPICAL and not path.exists():
+        return TYPICAL[str(path).upper()]
     config, file = read_config(path), path / "config.json" if path.is_dir() else path
     try:
         return _model(file.resolve().parent.name if file.name == "config.json" else file.stem, config)

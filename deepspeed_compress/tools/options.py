@@ -131,7 +131,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_cluster_arguments(subjects: Any) -> None:
     what = "predict which layout and which compression trains a model first on a cluster"
     examples = [
-        "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
+        "plan cluster --model 7B --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --config now.json",
         "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --choose 2 "
@@ -141,8 +141,8 @@ def _add_cluster_arguments(subjects: Any) -> None:
         "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
     ]
     cluster = add_subcommand(subjects, "cluster", "tools.plan_cluster:run", what, examples)
-    what = "config.json of the model, or a directory with one"
-    cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR", help=what)
+    what = "config.json of the model, a directory with one, or a usual size: 0.5B, 1B, 3B, 7B, 8B, 13B, 14B, 32B, 70B"
+    cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR|SIZE", help=what)
     cluster.add_argument("--gpus", metavar="NxTYPE", help="GPUs, such as 64xH100")
     what = "rate of a node (100gbit or 100gbit/node), of its cards (8x200gbit), or of a card per GPU (200gbit/gpu)"
     cluster.add_argument("--network", metavar="RATE", help=what)

@@ -98,6 +98,12 @@ def _check(options: argparse.Namespace, job: Job) -> None:
         raise ConfigError("--choose: is for the files of a row; write --output DIR, too, or leave it out")
     if options.output is not None and job.engine == "megatron":
         raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
+    if options.output is not None and options.software == "deepspeed" and not options.model.exists():
+        raise ConfigError(
+            "--output: launch/train_gpt.py needs a config.json; write its path as --model, or --software hf"
+        )
+    if options.measure is not None and not options.model.exists():
+        raise ConfigError("--measure: trains the model of a config.json; write its path as --model")
     if options.base_bits and not job.model.rank:
         raise ConfigError("--base-bits: only LoRA leaves the model frozen; write --lora-rank, too, or leave it out")
     if job.model.rank and (options.measure or (options.output and options.software != "hf")):

@@ -7,7 +7,7 @@ import pytest
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.gpus import find_gpu
-from deepspeed_compress.planner.model import Model, read_model
+from deepspeed_compress.planner.model import TYPICAL, Model, read_model
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -178,3 +178,10 @@ def test_wrong_clusters_are_named(gpus: str, network: str, named: str) -> None:
 def test_a_cluster_describes_itself() -> None:
     assert str(read_cluster("4x4090", "1gbit", 1)) == "4 4090 in 4 nodes of 1, 1 Gbit/s per node"
     assert str(read_cluster("4xH100", "1gbit")) == "4 H100 in 1 node of 4"
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_usual_sizes_have_the_parameters_of_their_names(name: str) -> None:
+    model = read_model(Path(name.lower()))
+    assert model.parameters == pytest.approx(float(name[:-1]) * 1e9, rel=0.25)
+    assert model.heads * model.head_size == model.hidden

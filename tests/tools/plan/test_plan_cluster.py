@@ -220,6 +220,8 @@ def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.Capture
         (("--batch", "9" * 400), "--batch: "),
         (("--tokens", "9" * 400), "--tokens: "),
         (("--model", "nowhere.json"), "nowhere.json"),
+        (("--model", "7B", "--output", "plan"), "--output: launch/train_gpt.py needs a config.json"),
+        (("--model", "7B", "--measure", "measured.json"), "--measure: trains the model of a config.json"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_line(
