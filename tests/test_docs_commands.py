@@ -37,16 +37,7 @@ FILES = {
             "deepspeed_compress": {"schedule": {"warmup_steps": 100}},
         }
     ),
-    "llama_7b.json": json.dumps(
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "intermediate_size": 11008,
-            "vocab_size": 32000,
-        }
-    ),
+    "train.yaml": "deepspeed: ds_config.json\n",
     "zero2.yaml": "train_batch_size: 8\nzero_optimization:\n  stage: 2\n",
     "default_config.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nnum_processes: 8\n",
 }
