@@ -124,12 +124,19 @@ def run(name: str, model: str, files: Path, output: Path) -> dict[str, Any]:
 
 
 def at(address: str, name: str, output: Path) -> Path:
-    """Return the path of the configuration, with `address` as the coordinator of elastic islands."""
+    """Return the path of the configuration, with `address` as the coordinator of elastic islands.
+
+    With compressed weights, small ones do not persist, since a toy has no others.
+    """
     found = read(name)
-    elastic = found["deepspeed_compress"].get("islands", {}).get("elastic")
-    if elastic is None:
+    section = found["deepspeed_compress"]
+    elastic, sends_weights = section.get("islands", {}).get("elastic"), "weights" in section
+    if elastic is None and not sends_weights:
         return CONFIGS / name
-    elastic["rendezvous"] = address
+    if elastic is not None:
+        elastic["rendezvous"] = address
+    if sends_weights:
+        found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     file = output.with_suffix(".json")
     file.write_text(json.dumps(found))
     return file
