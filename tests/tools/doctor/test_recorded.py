@@ -22,6 +22,7 @@ FAULTS = {
     "slow-network": "communication-bound",
     "micro-steps": "communication-bound",
     "dense-weights": "weights-uncompressed",
+    "frozen-base": "frozen-weights-gathered",
     "plain-kernels": "slow-kernels",
     "costly-method": "compression-does-not-pay",
     "local-sums": "activations-do-not-pay",
@@ -45,8 +46,8 @@ FAULTS = {
 """First finding, by name of the run."""
 HEALTHY = sorted({path.name for path in RUNS.iterdir()} - FAULTS.keys())
 BASELINES = {"costly-method": "dense"}
-NO_PATCH = {"slow-kernels", "straggler", "old-rollouts"}
-"""Findings that no setting remedies."""
+NO_PATCH = {"slow-kernels", "straggler", "old-rollouts", "frozen-weights-gathered"}
+"""Findings that no setting remedies, or only one that depends on the nodes, which a run does not name."""
 
 
 def look(name: str) -> Diagnosis:
