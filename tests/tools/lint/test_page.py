@@ -78,7 +78,9 @@ def test_the_commands_run(
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 0}}')
     Path("default_config.yaml").write_text("deepspeed_config: {zero_stage: 2}")
-    Path("train.yaml").write_text("deepspeed: ds_config.json")
+    Path("train.yaml").write_text("deepspeed: of_trainer.json")
+    batch = '"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"'
+    Path("of_trainer.json").write_text(f'{{"zero_optimization": {{"stage": 2}}, "gradient_clipping": "auto", {batch}}}')
     Path("zero2.yaml").write_text("train_batch_size: 8\nzero_optimization: {stage: 2}\noptimizer: {type: AdamW}\n")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"train_batch_size": 8}')))
     options = command[1 : command.index("<")] if "<" in command else command[1:]
