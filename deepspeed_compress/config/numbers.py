@@ -22,10 +22,10 @@ def shown(value: float | None, form: str, scale: float = 1.0, suffix: str = "") 
 
 
 def size(count: float) -> str:
-    """Format a number of bytes for a sentence: "1,024 bytes", "1.250 MB", "250 MB"."""
+    """Format a number of bytes for a sentence, within 0.5 %: "1,024 bytes", "1.250 MB", "13.4 MB", "250 MB"."""
     if count < 1e5:
         return f"{count:,.0f} bytes"
-    return megabytes(count) if count < 1e7 else f"{count / 1e6:,.0f} MB"
+    return megabytes(count) if count < 1e7 else f"{count / 1e6:,.{1 if count < 1e8 else 0}f} MB"
 
 
 def megabytes(count: float) -> str:

@@ -15,6 +15,7 @@ from deepspeed_compress.config import numbers
         (numbers.shown(1234.5, ",.3f", 1e-3), "1.234"),
         (numbers.size(99_999), "99,999 bytes"),
         (numbers.size(1_250_000), "1.250 MB"),
+        (numbers.size(13_377_724), "13.4 MB"),
         (numbers.size(250e6), "250 MB"),
         (numbers.megabytes(1_234_567_890), "1,234.568 MB"),
         (numbers.gibibytes(3 * 2**29), "1.50 GiB"),

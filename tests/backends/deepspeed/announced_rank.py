@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4}
+    sizes = {"vocab_size": WORDS, "hidden_size": 384, "intermediate_size": 1056, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False))
 
 
