@@ -37,7 +37,15 @@ FILES = {
             "deepspeed_compress": {"schedule": {"warmup_steps": 100}},
         }
     ),
-    "train.yaml": "deepspeed: ds_config.json\n",
+    "train.yaml": "deepspeed: of_trainer.json\n",
+    "of_trainer.json": json.dumps(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": 2},
+        }
+    ),
     "zero2.yaml": "train_batch_size: 8\nzero_optimization:\n  stage: 2\n",
     "default_config.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nnum_processes: 8\n",
 }
