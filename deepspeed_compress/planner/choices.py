@@ -1,4 +1,4 @@
-"""What somebody can choose from: what runs now, and ways to send less, in the order in which one would try them."""
+"""Choices of a user: the layout that runs now, and layouts that send less, in the order in which one would try them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a configuration says of a layout, in the terms of `Layout`. The micro-batch may be left open by 0."""
+    """Layout that a configuration describes, in the terms of `Layout`. A micro-batch of 0 is left open."""
 
     zero: int
     tensor: int = 1
@@ -112,7 +112,10 @@ def _with_fewer_bits(job: Job, layout: Layout, widths: tuple[int, ...]) -> Itera
 
 
 def _inside_nodes(job: Job, plan: Plan) -> Iterator[Choice]:
-    """Yield the fastest layouts that shard inside nodes, with less and less between them. Sure memory is preferred."""
+    """Yield the fastest layouts that shard inside nodes, with fewer and fewer bits between them.
+
+    A layout that surely fits into memory is preferred to one that is slightly faster.
+    """
     for bits, name in ((0, ""), (4, ", 4 bits"), (3, ", 3 bits")):
         fits = (one for one in plan.fitting if one.layout.shard_within and one.layout.gradient_bits == bits)
         best = min(fits, key=lambda one: one.days * (1 if one.verdict == "fits" else 1 + TIE), default=None)

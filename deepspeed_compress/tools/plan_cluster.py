@@ -94,6 +94,8 @@ def _check(options: argparse.Namespace, job: Job) -> None:
         raise ConfigError(
             "--nodes: is for the hostfile next to ds_config.json; write --output DIR, too, or leave it out"
         )
+    if options.config is not None and (options.all or options.measure is not None):
+        raise ConfigError("--config: is for the table of choices; leave it out with --all and --measure")
     if options.choose is not None and options.output is None:
         raise ConfigError("--choose: is for the files of a row; write --output DIR, too, or leave it out")
     if options.output is not None and job.engine == "megatron":

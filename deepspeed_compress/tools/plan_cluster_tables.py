@@ -1,4 +1,4 @@
-"""What ``ds-compress plan cluster`` prints: the choices, all layouts, and the terms of one."""
+"""Output of ``ds-compress plan cluster``: the choices, all layouts, and the terms of one."""
 
 from collections.abc import Collection, Iterator, Sequence
 

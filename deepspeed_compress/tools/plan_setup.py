@@ -1,4 +1,4 @@
-"""What runs now, read from a ds_config.json for ``ds-compress plan cluster``."""
+"""Reader of the ds_config.json that runs now, for ``ds-compress plan cluster``."""
 
 from collections.abc import Mapping
 from pathlib import Path

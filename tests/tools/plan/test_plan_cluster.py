@@ -100,6 +100,8 @@ def test_files_that_are_not_predicted_are_refused(
     file.write_text(json.dumps(ds_config))
     assert plan(model, "--config", str(file)) == 1
     assert message in capsys.readouterr().err
+    assert plan(model, "--config", str(file), "--all") == 1
+    assert "--config: is for the table of choices" in capsys.readouterr().err
 
 
 def test_a_better_batch_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
