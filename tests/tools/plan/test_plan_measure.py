@@ -93,7 +93,7 @@ def test_measured_steps_stand_next_to_predicted_ones_and_the_file_is_used_later(
     assert f"{found['steps'][0]['seconds']:.3g}" in after
     assert "scaled from" not in after
     table = after[after.index("gpt_1m, ") :].splitlines()[3:8]
-    assert plan("--gpus", "4xCPU", "--gpus-per-node", "2", "--network", "100mbit", "--constants", str(file)) == 0
+    assert plan("--gpus", "4xCPU", "--gpus-per-node", "2", "--network", "100mbit", "--constants", str(file), "--all") == 0
     again = capsys.readouterr().out.splitlines()[3:8]
     assert [line.split()[:3] for line in again[2:]] == [line.split()[:3] for line in table[2:]]
 
