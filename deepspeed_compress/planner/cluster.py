@@ -43,7 +43,7 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
     """Return the cluster that options describe.
 
     Args:
-        gpus: Number and type, such as "64xH100".
+        gpus: Number and type, such as "64xH100", or nodes, GPUs of each, and type, such as "8x8xH100".
         network: Rate of a node, such as "100gbit" or "100gbit/node"; of its cards, "8x200gbit"; or of one card for each
             GPU, "200gbit/gpu".
         per_node: GPUs in a node, or None for the usual number of this type, at most all.
@@ -51,6 +51,9 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
     Raises:
         ConfigError: A text cannot be read, or the GPUs do not fill whole nodes.
     """
+    nodes = re.fullmatch(r"([0-9]{1,6})\s*[xX]\s*([0-9]{1,3})\s*[xX]\s*(.+)", gpus.strip())
+    if nodes:
+        gpus, per_node = f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}", per_node or int(nodes[2])
     match = re.fullmatch(r"([0-9][0-9,_]{0,9})\s*[xX]\s*(.+)", gpus.strip())
     count = int(re.sub("[,_]", "", match[1])) if match else 0
     if match is None or not 0 < count <= MOST_GPUS:

@@ -10,6 +10,8 @@ from deepspeed_compress.planner.software import Elementwise, Software
 
 HALF = 2
 """Bytes of an element in bf16."""
+FULLY_SHARDED = 3
+"""ZeRO stage that shards parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +110,17 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     unpacked = _unpacked(model, device.gpu.element) / tensor
     # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
     kernels = software.kernels + (0 if software.attention else 4) + _adapter_kernels(model)
-    start, issue = device.constants.kernel, device.issued(software.dispatch)
-    forward = Work(once, scores, device.moved(moved + unpacked), kernels * start, kernels * issue)
+    start, issue = device.constants.kernel, device.issued(software.dispatch * kernels)
+    # ZeRO 3 gathers and releases the parts of a layer from hooks, which the CPU runs between the kernels.
+    issue += device.issued(software.hooks) * (layout.zero == FULLY_SHARDED)
+    forward = Work(once, scores, device.moved(moved + unpacked), kernels * start, issue)
     backward = Work(
         back,
         scores_back,
         device.moved(software.elementwise.backward * moved + accumulate + unpacked),
         2 * kernels * start,
         # There are twice as many kernels, but autograd issues each in half the time, because it runs without Python.
-        kernels * issue,
+        issue,
     )
     return LayerCost(forward, backward)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deepspeed_compress.planner.compute import (
+    FULLY_SHARDED,
     Device,
     LayerCost,
     Work,
@@ -148,20 +149,19 @@ def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
 
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
-    hooks = batch.layers * device.issued(device.software.hooks) if layout.zero == 3 else 0.0
     idle = device.issued(device.software.idle) * (batch.forward + batch.backward)
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {constants.origin}"
     program = f"{device.software.name}: software.py"
+    issued = "with hooks of ZeRO 3" if layout.zero == FULLY_SHARDED and device.software.hooks else "kernels"
     products = f"max(operations / {rate / 1e12:.0f} TFLOP/s, bytes / {bandwidth / 1e9:.0f} GB/s)"
     rows = (
         ("matrix products", "compute", work.matmul, products, shares),
         ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
         ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
         ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", constants.origin),
-        ("waiting for the CPU", "launch", batch.waiting, "kernels of a layer x dispatch - time of the GPU", program),
+        ("waiting for the CPU", "launch", batch.waiting, f"{1e3 * batch.work.cpu:.3g} ms to issue, {issued}", program),
         ("idle GPU", "launch", idle, f"{device.issued(device.software.idle):g} of the computation", program),
-        ("hooks of ZeRO 3", "launch", hooks, f"{1e3 * device.issued(device.software.hooks):g} ms per layer", program),
     )
     for name, kind, seconds, formula, source in rows:
         figures = f"{formula}; {count} micro-batches x {1e3 * seconds:.4g} ms"

@@ -37,8 +37,7 @@ class Software:
         loss: Bytes per logit, forward and backward together.
         kernels: Kernels of a layer's forward; backward has twice as many.
         dispatch: Seconds of the CPU per kernel. Below them, the GPU waits for the CPU.
-        hooks: Seconds per layer and micro-batch in which the GPU waits for the CPU to gather and release parts of
-            the model (ZeRO 3).
+        hooks: Seconds of the CPU per layer and pass to gather and release parts of the model (ZeRO 3).
         idle: Share of the computation in which the GPU is idle: data, logging, the allocator, synchronization.
         optimizer: Bytes per parameter that the rank updates.
         accumulate: Bytes per parameter and micro-batch to add gradients.
@@ -110,7 +109,7 @@ _DEEPSPEED = Software(
     loss=40,
     kernels=45,
     dispatch=1.2e-5,
-    hooks=1.5e-3,
+    hooks=2.5e-3,
     idle=0.08,
     optimizer=56,
     accumulate=6,
@@ -145,7 +144,7 @@ _PROGRAMS = (
     _MEGATRON,
     _DEEPSPEED,
     _FSDP,
-    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, hooks=2e-3, idle=0.1),
+    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, idle=0.1),
     replace(
         _DEEPSPEED,
         name="megatron-deepspeed",

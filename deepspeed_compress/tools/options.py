@@ -131,6 +131,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_cluster_arguments(subjects: Any) -> None:
     what = "predict which layout and which compression trains a model first on a cluster"
     examples = [
+        "plan cluster --model Qwen2.5-7B --config ds_config.json",
         "plan cluster --model 7B --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --config now.json",
@@ -143,14 +144,21 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster = add_subcommand(subjects, "cluster", "tools.plan_cluster:run", what, examples)
     what = "config.json of the model, a directory with one, or a usual size: 0.5B, 1B, 3B, 7B, 8B, 13B, 14B, 32B, 70B"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR|SIZE", help=what)
-    cluster.add_argument("--gpus", metavar="NxTYPE", help="GPUs, such as 64xH100")
-    what = "rate of a node (100gbit or 100gbit/node), of its cards (8x200gbit), or of a card per GPU (200gbit/gpu)"
+    what = "GPUs, such as 64xH100 or 8x8xH100 (default: those of the launcher, a hostfile, Slurm, or this machine)"
+    cluster.add_argument("--gpus", metavar="NxTYPE", help=what)
+    what = "hostfile of DeepSpeed with the nodes to count (default: /job/hostfile, if it exists)"
+    cluster.add_argument("--hostfile", type=Path, metavar="FILE", help=what)
+    what = (
+        "rate of a node (100gbit or 100gbit/node), of its cards (8x200gbit), or of a card per GPU (200gbit/gpu); "
+        "default, without --gpus: what the cards of this machine say"
+    )
     cluster.add_argument("--network", metavar="RATE", help=what)
     what = "GPUs in a node (default: the usual number of that type)"
     cluster.add_argument("--gpus-per-node", type=positive_integer, metavar="N", help=what)
-    what = "batch of a step: sequences (1024), or tokens (4M-tokens; M is 1,048,576)"
-    cluster.add_argument("--batch", required=True, metavar="BATCH", help=what)
-    cluster.add_argument("--seq", type=positive_integer, required=True, metavar="N", help="tokens of a sequence")
+    what = "batch of a step: sequences (1024), or tokens (4M-tokens; M is 1,048,576; default: as in --config)"
+    cluster.add_argument("--batch", metavar="BATCH", help=what)
+    what = "tokens of a sequence (default: 2048, or what the model takes)"
+    cluster.add_argument("--seq", type=positive_integer, metavar="N", help=what)
     what = "tokens of the whole run, such as 300B (default: 20 for each trained parameter)"
     cluster.add_argument("--tokens", metavar="N", help=what)
     what = "train adapters of this rank on all matrices of the layers, and freeze the model (LoRA)"

@@ -90,11 +90,15 @@ def _seconds_of(layout: Layout, measured: Measured) -> str:
     return next((f"{step.seconds:.3g}" for step in measured.steps if step.layout == layout), "")
 
 
+_KINDS = {"memory": "memory traffic"}
+"""Names of kinds of terms that would be taken for something else."""
+
+
 def _limits(prediction: Prediction) -> str:
     """Return the two kinds of terms that take most of the step, with their shares."""
     shares = {term.kind: prediction.share(term.kind) for term in prediction.terms}
     largest = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
-    return ", ".join(f"{kind} {100 * shares[kind]:.0f} %" for kind in largest if shares[kind] >= 0.05)
+    return ", ".join(f"{_KINDS.get(kind, kind)} {100 * shares[kind]:.0f} %" for kind in largest if shares[kind] >= 0.05)
 
 
 def _notes(plan: Plan, job: Job) -> Iterator[str]:
@@ -133,7 +137,9 @@ def _doubts(plan: Plan, job: Job) -> Iterator[str]:
         yield f"Outside of the calibration: {'; '.join(outside)}."
 
 
-def print_choices(found: Sequence[Choice], others: Sequence[Choice], plan: Plan, job: Job) -> None:
+def print_choices(
+    found: Sequence[Choice], others: Sequence[Choice], plan: Plan, job: Job, measured: Measured | None
+) -> None:
     """Print what one can choose from, first what runs now, and below a line what changes training (`others`)."""
     columns = ("", "", "step in s (80 %)", "times as fast", "days", "memory", "a node sends", "loss")
     table = new_table(_title(job), columns, ("", "loss"))
@@ -150,6 +156,9 @@ def print_choices(found: Sequence[Choice], others: Sequence[Choice], plan: Plan,
         print(f"Loss: how much higher, measured with up to {short(MEASURED)} parameters{size}.")
     if others:
         print("Below the line, training itself changes.")
+    if measured is not None:
+        steps = "".join(f", and a step of {step.layout} ({step.seconds:.3g} s)" for step in measured.steps)
+        print(f"Measured here: links, matrix products and kernels{steps}.")
     if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
         print("Nothing that trains as now is more than a tenth faster.")
     for line in _doubts(plan, job):
@@ -187,7 +196,7 @@ def explain(candidate: Candidate, plan: Plan, job: Job) -> None:
         times = (f"{term.seconds:.3g}", f"{term.busy:.3g}")
         rows.append((term.name, *times, *sizes, term.kind, term.formula, term.source))
     texts = ("resource", "formula", "source")
-    columns = ("term", "s", "busy s", "GB in node", "GB out", *texts)
+    columns = ("term", "s", "busy s", "GB of a rank to its node", "GB of a rank to others", *texts)
     print_table(f"{candidate.layout}: {prediction.seconds:.4g} s", columns, rows, ("term", *texts), WIDTH)
     for line in (*_summary(candidate, job), *_rivals(candidate, plan, job)):
         print(line)

@@ -1,14 +1,18 @@
-"""Measurements of ``ds-compress plan cluster --measure``: probes, and steps of the best layouts that differ."""
+"""Measurements of ``ds-compress plan cluster``: probes of links and kernels, and steps of some layouts."""
 
+import argparse
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import Progress
 
 from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.planner.choices import Choice
 from deepspeed_compress.planner.compute import matrix_products
 from deepspeed_compress.planner.constants import MEANINGS
 from deepspeed_compress.planner.files import ds_config
@@ -21,9 +25,31 @@ from deepspeed_compress.tools.bench.workload import group_contenders
 from deepspeed_compress.tools.tables import print_table
 
 LAYOUTS = 3
-"""Number of layouts whose steps are measured."""
-STEPS = 5
-"""Measured steps of each; one period between exchanges if a layout has islands."""
+"""Number of layouts whose steps `--measure` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        shares: Sizes of messages, as shares of the largest.
+        longest: Seconds that the largest message may take at the network's rate.
+        batch_seconds: Seconds in which short messages are repeated, three times.
+        steps: Measured steps of a layout; one period between exchanges if it has islands.
+    """
+
+    shares: tuple[float, ...]
+    longest: float
+    batch_seconds: float
+    steps: int
+
+
+THOROUGH = Effort((1 / 512, 1 / 64, 1 / 8, 1), math.inf, 0.3, 5)
+BRIEF = Effort((1 / 64, 1), 0.1, 0.05, 3)
+"""Half a minute at most, on hosts that start within ten seconds."""
+BRIEF_SECONDS, BRIEF_PARAMETERS = 2.0, 2e8
+"""Most seconds of messages in a step, and most parameters of a model, for which a brief measurement takes steps."""
 MOST_ELEMENTS = 2**24
 """Largest number of elements that kernels are measured with."""
 PROBE_PROGRAM = "deepspeed_compress.tools.bench.probe_rank"
@@ -46,28 +72,27 @@ def find_measuring_ranks(emulation: Emulation | None, timeout: float, gpus: int)
         yield ranks
 
 
-def measure(plan: Plan, job: Job, ranks: JobRanks, model: Path) -> Measured:
-    """Measure probes and steps, with a progress bar. Return them with the constants that fit them.
+def measure(layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, effort: Effort) -> Measured:
+    """Measure probes and steps of `layouts`, with a progress bar. Return them with the constants that fit them.
 
     Raises:
         CompressError: A program failed.
     """
-    layouts = list(differing(plan, ranks))
     with Progress(transient=True, disable=not ranks.is_first) as progress:
         task = progress.add_task("probes", total=1 + len(layouts))
-        rows = _rows(ranks, PROBE_PROGRAM, _probes(job) | {"rate": ranks.rates[0]})
+        rows = _rows(ranks, PROBE_PROGRAM, _probes(job, effort) | {"rate": ranks.rates[0]})
         probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in rows]
         steps = []
         for layout in layouts:
             progress.update(task, advance=1, description=str(layout))
-            steps.append(measure_step(layout, job, ranks, model))
+            steps.append(measure_step(layout, job, ranks, model, effort.steps))
     return fit_measured(job, probes, steps)
 
 
 def _rows(ranks: JobRanks, program: str, job: Row) -> list[Row]:
     rows, failure = ranks.run(program, job)
     if failure is not None:
-        raise CompressError(f"--measure: {failure} on the emulated hosts; the lines above show why")
+        raise CompressError(f"measurement: {failure} on the emulated hosts; the lines above show why")
     return rows
 
 
@@ -85,29 +110,43 @@ def differing(plan: Plan, ranks: JobRanks) -> Iterator[Layout]:
             yield layout
 
 
-def measure_step(layout: Layout, job: Job, ranks: JobRanks, model: Path) -> Step:
+def brief_layouts(now: Choice, job: Job, options: argparse.Namespace) -> list[Layout]:
+    """Return what runs now if a few of its steps are soon measured, and nothing otherwise.
+
+    Only `--software deepspeed` has steps that can be measured here, with the model of a config.json.
+    """
+    layout, terms = now.candidate.layout, now.candidate.prediction.terms
+    sent = sum(term.outside for term in terms) * job.cluster.per_node / job.cluster.network
+    is_small = sent < BRIEF_SECONDS and job.model.parameters < BRIEF_PARAMETERS
+    can_start = options.software == "deepspeed" and options.model.exists() and not job.model.rank
+    return [layout] if is_small and can_start else []
+
+
+def measure_step(layout: Layout, job: Job, ranks: JobRanks, model: Path, count: int = THOROUGH.steps) -> Step:
     """Return the median seconds of a layout's step."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / f"{layout}.json"
         file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
         sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0}
         [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
-    steps = {ranks.rates[0]: 1 if layout.islands > 1 else STEPS}
+    steps = {ranks.rates[0]: 1 if layout.islands > 1 else count}
     [row] = _rows(ranks, STEP_PROGRAM, group.to_job(steps))
     return Step(layout, row["step_s"]["median"])
 
 
-def _probes(job: Job) -> Row:
+def _probes(job: Job, effort: Effort) -> Row:
     """Return the job of `bench.probe_rank`: sizes that occur in training."""
     model = job.model
     tokens = max(1, min(job.batch, 8)) * job.seq
     products: Sequence[tuple[float, ...]] = [sizes for sizes, _ in matrix_products(model, tokens, 1)]
-    largest = job.cluster.gpu.element * min(model.parameters, job.software.bucket)
+    whole = job.cluster.gpu.element * min(model.parameters, job.software.bucket)
+    largest = min(whole, effort.longest * job.cluster.network)
     return {
         "element": job.cluster.gpu.element,
         "products": sorted({tuple(map(round, sizes)) for sizes in products}),
         "numel": max(2**16, min(model.parameters, MOST_ELEMENTS)),
-        "sizes": [max(1024, round(largest / share)) for share in (512, 64, 8, 1)],
+        "sizes": [max(1024, round(largest * share)) for share in effort.shares],
+        "batch_seconds": effort.batch_seconds,
         "per_host": job.cluster.per_node,
     }
 

@@ -1,4 +1,4 @@
-"""Reader of the ds_config.json that runs now, for ``ds-compress plan cluster``."""
+"""Reader of the ds_config.json that runs now, for ``ds-compress plan cluster``: its layout and its batch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +31,18 @@ def read_setup(file: Path, per_node: int) -> Setup:
         per_node // tensor if within == "node" else within or 0,
         **({} if section is None else _bits(file, section)),
     )
+
+
+def written_batch(file: Path, gpus: int) -> int | None:
+    """Return the sequences of a step that `file` describes on `gpus` GPUs; None if it leaves them open."""
+    ds_config = read_ds_config(file)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, accumulation = (ds_config.get(name) for name in names)
+    if isinstance(whole, int):
+        return whole
+    setup = read_setup(file, gpus)
+    replicas = gpus // (setup.tensor * setup.pipeline)
+    return micro * replicas * (accumulation if isinstance(accumulation, int) else 1) if isinstance(micro, int) else None
 
 
 def _bits(file: Path, section: CompressConfig) -> Mapping[str, Any]:

@@ -1,15 +1,18 @@
-"""Compare predicted with published training steps, row by row.
+"""Compare predicted with published training steps.
 
-usage: python -m launch.studies.planner_calibration [FILE.csv ...]
+usage: python -m launch.studies.planner_calibration [--rows] [FILE.csv ...]
 
 Without a file, the constants are fitted to all but one of the 18 runs of the package, and predict the one that is left
-out. With files, the package's constants predict their rows. `launch/studies/published_runs.py` lists columns.
+out. Then the constants predict the runs of other programs, in `other_steps.csv`. The errors of programs, which make
+the intervals wider, are fitted to all sources but one, and tried on the one that is left out.
+
+With files, the package's constants predict their rows. `launch/studies/published_runs.py` lists columns.
 """
 
 import csv
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +21,9 @@ import numpy as np
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.constants import Constants, Prior
 from deepspeed_compress.planner.constants import fit as fit_constants
-from deepspeed_compress.planner.predict import Prediction, Predictor
+from deepspeed_compress.planner.predict import PROGRAMS, QUANTILE, Prediction, Predictor
 from launch.studies.harness import new_parser
-from launch.studies.published_runs import CALIBRATION, Run, read_run
+from launch.studies.published_runs import CALIBRATION, OTHERS, Run, read_run
 
 EXPECTED = Prior(
     Constants(matmul=0.87, memory=0.75, link=0.67, kernel=8e-6),
@@ -29,6 +32,8 @@ EXPECTED = Prior(
 """Constants before any run is seen: public measurements of matrix products, copies, collectives, and empty kernels."""
 NOISE = 0.05
 """Relative error of a published run: two papers differ by a tenth on equal layouts."""
+LEAST_SOURCES = 3
+"""Sources that the error of a program needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +54,77 @@ class MeasuredStep:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each run, and the errors of all."""
+    """Print the errors of steps and of memory, and how often intervals hold."""
     parser = new_parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.csv", help="published runs")
-    files: list[Path] = parser.parse_args(arguments).files
-    runs = list(read(files or [CALIBRATION]))
+    parser.add_argument("--rows", action="store_true", help="print a line for each run, too")
+    options = parser.parse_args(arguments)
+    if options.files:
+        compare(list(read(options.files)), options.rows)
+        return 0
+    runs = list(read([CALIBRATION]))
+    print(f"fitted to all: {fit(runs)}\nin use:        {Constants()}")
+    compare(runs, options.rows, list(leave_one_out(runs)))
+    others = list(read([OTHERS]))
+    print(f"\n{len({run.source for run in others})} sources of other programs")
+    compare(others, options.rows)
+    print_left_out([*map(Judged.of, others)])
+    return 0
+
+
+def compare(runs: Sequence[Run], shows_rows: bool, errors: Sequence[float | None] | None = None) -> None:
+    """Print the errors of runs: those of the package's constants, or `errors`."""
     predictions = [predict_run(run) for run in runs]
     pairs = list(zip(runs, predictions, strict=True))
-    errors = [one.seconds / run.seconds - 1 if run.seconds else None for run, one in pairs]
-    if not files:
-        errors = list(leave_one_out(runs))
-        print(f"fitted to all: {fit(runs)}\nin use:        {Constants()}")
+    errors = errors or [one.seconds / run.seconds - 1 if run.seconds else None for run, one in pairs]
     for run, prediction, error in zip(runs, predictions, errors, strict=True):
-        print(line(run, prediction, error))
+        if shows_rows:
+            print(line(run, prediction, error))
     print_errors(runs, predictions, [error for error in errors if error is not None])
-    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Prediction of a run: its program and source, the logarithm of its error, and its error without the program's."""
+
+    program: str
+    source: str
+    error: float
+    others: float
+
+    @classmethod
+    def of(cls, run: Run) -> "Judged":
+        """Return the predicted run."""
+        prediction, program = predict_run(run), run.software.name
+        others = math.sqrt(prediction.error**2 - PROGRAMS[program] ** 2)
+        return cls(program, run.source, math.log(prediction.seconds / (run.seconds or math.nan)), others)
+
+    def holds(self, program_error: float) -> bool:
+        """Return True if the interval holds with this error of the program."""
+        return abs(self.error) <= math.log1p(QUANTILE * math.hypot(self.others, program_error))
+
+
+def program_error(found: Sequence[Judged]) -> float:
+    """Return the smallest error of a program with which 80 % of its intervals hold."""
+    return next(error for error in np.arange(0, 10, 0.01) if sum(one.holds(error) for one in found) >= 0.8 * len(found))
+
+
+def print_left_out(found: Sequence[Judged]) -> None:
+    """Print the error of each program, and how often intervals hold for sources that were left out of the fit."""
+    programs: Mapping[str, list[Judged]] = {name: [one for one in found if one.program == name] for name in PROGRAMS}
+    for name, runs in programs.items():
+        if runs:
+            print(f"{name}: {len(runs)} rows, error {program_error(runs):.2f} (in use: {PROGRAMS[name]:.2f})")
+    held = [one.holds(left_out_error(one, programs[one.program], found)) for one in found]
+    print(f"intervals hold in {100 * sum(held) / len(held):.0f} % of the rows of sources that were left out")
+
+
+def left_out_error(one: Judged, alike: Sequence[Judged], everyone: Sequence[Judged]) -> float:
+    """Return the error of a program without the source of `one`; that of all programs if less than three are left."""
+    rest = [other for other in alike if other.source != one.source]
+    if len({other.source for other in rest}) < LEAST_SOURCES:
+        rest = [other for other in everyone if other.source != one.source]
+    return program_error(rest)
 
 
 def predict_run(run: Run, constants: Constants | None = None) -> Prediction:

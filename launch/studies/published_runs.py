@@ -19,6 +19,8 @@ from deepspeed_compress.planner.software import SOFTWARE, Software
 
 CALIBRATION = Path(__file__).with_name("published_steps.csv")
 """The 18 runs that the constants are fitted to."""
+OTHERS = Path(__file__).with_name("other_steps.csv")
+"""299 runs of about 20 other programs, which the widths of intervals are fitted to. `note` says what was assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Run:
     """A published run.
 
     Attributes:
+        source: Source of the figures.
         name: Source, model and layout.
         cluster: Its GPUs.
         model: Its model.
@@ -36,6 +39,7 @@ class Run:
         memory: Measured bytes of a rank, or None.
     """
 
+    source: str
     name: str
     cluster: Cluster
     model: Model
@@ -61,8 +65,11 @@ def read_run(row: Mapping[str, str | None]) -> Run:
     network = read_network(cells.get("network", usual), per_node)
     seconds = _seconds(cells, model, layout, seq)
     memory = float(cells["mem_gb"]) * 1e9 if "mem_gb" in cells else None
-    name = f"{cells.get('source', '')} {model.name} {layout}"
-    return Run(name, Cluster(gpu, layout.ranks, per_node, network), model, software, layout, seq, seconds, memory)
+    source = cells.get("source", "")
+    name = f"{source} {model.name} {layout}"
+    return Run(
+        source, name, Cluster(gpu, layout.ranks, per_node, network), model, software, layout, seq, seconds, memory
+    )
 
 
 _USUAL_NETWORKS: Mapping[str, float] = {

@@ -2,15 +2,30 @@
 
 import csv
 from dataclasses import astuple
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deepspeed_compress.planner.constants import CALIBRATED, Constants
-from launch.studies.planner_calibration import fit, leave_one_out, predict_run
-from launch.studies.published_runs import CALIBRATION, read_run
+from deepspeed_compress.planner.predict import PROGRAMS
+from launch.studies.planner_calibration import (
+    Judged,
+    fit,
+    leave_one_out,
+    left_out_error,
+    main,
+    predict_run,
+    program_error,
+)
+from launch.studies.published_runs import CALIBRATION, OTHERS, Run, read_run
 
-RUNS = [read_run(row) for row in csv.DictReader(CALIBRATION.read_text(encoding="utf-8").splitlines())]
+
+def runs_of(file: Path) -> list[Run]:
+    return [read_run(row) for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())]
+
+
+RUNS = runs_of(CALIBRATION)
 
 
 def test_runs_that_the_fit_has_not_seen_are_predicted() -> None:
@@ -36,3 +51,35 @@ def test_all_runs_lie_in_the_range_that_is_stated() -> None:
 def test_most_intervals_hold() -> None:
     inside = [one.interval[0] <= (run.seconds or 0) <= one.interval[1] for run in RUNS for one in [predict_run(run)]]
     assert sum(inside) >= 0.8 * len(inside)
+
+
+@pytest.fixture(scope="module")
+def judged() -> list[Judged]:
+    """Predictions of the runs of other programs."""
+    return [Judged.of(run) for run in runs_of(OTHERS)]
+
+
+def test_intervals_hold_for_sources_that_were_left_out(judged: list[Judged]) -> None:
+    alike = {name: [one for one in judged if one.program == name] for name in PROGRAMS}
+    held = [one.holds(left_out_error(one, alike[one.program], judged)) for one in judged]
+    assert len({one.source for one in judged}) > 20
+    assert 0.75 <= sum(held) / len(held) <= 0.9
+    assert np.median(np.abs(np.expm1([one.error for one in judged]))) <= 0.1
+
+
+def test_errors_of_programs_in_use_are_those_of_the_fit(judged: list[Judged]) -> None:
+    for name in set(PROGRAMS) - {"megatron"}:
+        assert PROGRAMS[name] == pytest.approx(program_error([one for one in judged if one.program == name]), abs=0.01)
+
+
+def test_a_source_alone_has_the_error_of_all_programs(judged: list[Judged]) -> None:
+    one, *_ = judged
+    everyone = [other for other in judged if other.source != one.source]
+    assert left_out_error(one, [one], judged) == program_error(everyone)
+
+
+def test_files_are_compared_row_by_row_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(CALIBRATION), "--rows"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 18 + 2
+    assert lines[-2].startswith("step: 18 rows, median ")

@@ -96,11 +96,17 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
 
 
 def measure_messages(
-    rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log, group: Group | None = None
+    rates: Sequence[str | None],
+    sizes: Sequence[int],
+    emit: Emit,
+    log: Log,
+    group: Group | None = None,
+    batch_seconds: float = BATCH_SECONDS,
 ) -> None:
     """Measure every collective among the ranks of `group`, or among all ranks if it is None.
 
-    If ranks are in different groups, all groups communicate at the same time.
+    If ranks are in different groups, all groups communicate at the same time. Each size is repeated in batches of
+    `batch_seconds`.
     """
     group = group or dist.distributed_c10d._get_default_group()
     for rate in rates:
@@ -108,14 +114,16 @@ def measure_messages(
             set_own_rate(rate)
         for name, collective in COLLECTIVES.items():
             log(f"{name}{f' at {rate}' if rate else ''}")
-            emit(_row(name, collective, rate, sizes, group))
+            emit(_row(name, collective, rate, sizes, group, batch_seconds))
 
 
-def _row(name: str, collective: Collective, rate: str | None, sizes: Sequence[int], group: Group) -> Row:
+def _row(
+    name: str, collective: Collective, rate: str | None, sizes: Sequence[int], group: Group, batch_seconds: float
+) -> Row:
     ranks = dist.get_world_size(group)
     whole = [max(1, size // ranks) * ranks for size in sizes]
     seconds = [
-        _seconds(collective.prepare(torch.zeros(size, dtype=torch.uint8, device=gauges.device()), group))
+        _seconds(collective.prepare(torch.zeros(size, dtype=torch.uint8, device=gauges.device()), group), batch_seconds)
         for size in whole
     ]
     sent = [collective.sent(size, ranks) for size in whole]
@@ -132,17 +140,17 @@ def _row(name: str, collective: Collective, rate: str | None, sizes: Sequence[in
     }
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object], batch_seconds: float) -> float:
     """Return the seconds of one call on the slowest rank: the median over batches, which all ranks start together."""
-    calls = _calls(call)
+    calls = _calls(call, batch_seconds)
     return statistics.median(float(max(gauges.gather(_batch(call, calls)))) for _ in range(BATCHES))
 
 
-def _calls(call: Callable[[], object]) -> int:
+def _calls(call: Callable[[], object], batch_seconds: float) -> int:
     """Return the number of calls per batch, the same on every rank. The first call, which connects, is not timed."""
     call()
     slowest = max(gauges.gather(_batch(call, 1)))
-    return max(1, min(MOST_CALLS, int(BATCH_SECONDS / slowest)))
+    return max(1, min(MOST_CALLS, int(batch_seconds / slowest)))
 
 
 def _batch(call: Callable[[], object], calls: int) -> float:

@@ -173,6 +173,11 @@ JobRanks = EmulatedRanks | LaunchedRanks
 """Context of the ranks for some jobs."""
 
 
+def has_ranks(emulation: Emulation | None) -> bool:
+    """Return True if there are ranks: emulated hosts, or the processes of a launcher, of which this is one."""
+    return emulation is not None or "RANK" in os.environ
+
+
 def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> JobRanks:
     """Return the ranks for the jobs of `ds-compress COMMAND`.
 
@@ -183,7 +188,7 @@ def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> Job
     if emulation is not None:
         check_machine()
         return EmulatedRanks(emulation, timeout)
-    if "RANK" not in os.environ:
+    if not has_ranks(emulation):
         raise ConfigError(
             "a single process has nothing to communicate with; write --emulate HOSTS,RATE, such as --emulate 2,1gbit, "
             f"or start it with torchrun --no-python --nproc-per-node N ds-compress {command} ..."

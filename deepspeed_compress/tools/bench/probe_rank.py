@@ -26,8 +26,8 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
     """Measure all probes, and emit a row for each.
 
     `job` holds the bytes of an element (`element`), the sizes of matrix products (`products`), the elements of other
-    kernels (`numel`), the bytes of messages (`sizes`), the ranks of a host (`per_host`), and the `rate` of emulated
-    links, or None.
+    kernels (`numel`), the bytes of messages (`sizes`) and the seconds of their batches (`batch_seconds`), the ranks of
+    a host (`per_host`), and the `rate` of emulated links, or None.
     """
     if job["rate"] is not None:
         set_own_rate(job["rate"])
@@ -42,7 +42,7 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
         kind = "copy" if row["operation"] == kernels.COPY else "coding"
         emit({"kind": kind, "sizes": [row["bytes_moved"]], "seconds": _mean(row["seconds"]["median"])})
     for group in _groups(job["per_host"]):
-        measure_messages([None], job["sizes"], partial(_emit_messages, emit), log, group)
+        measure_messages([None], job["sizes"], partial(_emit_messages, emit), log, group, job["batch_seconds"])
 
 
 def _product(dtype: torch.dtype, rows: int, columns: int, inner: int) -> Callable[[], object]:

@@ -11,8 +11,8 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.search import Job, Plan, search
 from deepspeed_compress.tools import plan_cluster, plan_cluster_plots
-from deepspeed_compress.tools.plan_cluster import read_batch, read_count
 from deepspeed_compress.tools.plan_cluster_tables import explain
+from deepspeed_compress.tools.plan_job import read_batch, read_count
 from tests.planner.jobs import LLAMA_1B, job
 
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -102,6 +102,21 @@ def test_files_that_are_not_predicted_are_refused(
     assert message in capsys.readouterr().err
     assert plan(model, "--config", str(file), "--all") == 1
     assert "--config: is for the table of choices" in capsys.readouterr().err
+
+
+def test_batch_and_length_are_those_of_the_configuration_and_the_model(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "now.json"
+    given = ["plan", "cluster", "--model", model, "--gpus", "2x8xA100", "--network", "10gbit", "--config", str(file)]
+    micro = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    for ds_config, sequences in (({"train_batch_size": 64}, 64), (micro, 128), ({"train_batch_size": "auto"}, None)):
+        file.write_text(json.dumps(ds_config))
+        assert main(given) == (sequences is None)
+        captured = capsys.readouterr()
+        title = f"on 16 A100-80 in 2 nodes of 8, 10 Gbit/s per node\n{sequences} sequences of 2048 tokens per step"
+        found = "\n".join(line.rstrip() for line in captured.out.splitlines())
+        assert title in found if sequences else "--batch: is missing" in captured.err
 
 
 def test_a_better_batch_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:

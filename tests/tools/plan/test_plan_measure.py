@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools import plan_cluster
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import differing, find_measuring_ranks, measure
+from deepspeed_compress.tools.plan_measure import BRIEF, differing, find_measuring_ranks, measure
 from tests.support.forks import RankError, run_forks
 from tests.support.hosts import measures_links
 
@@ -72,8 +73,8 @@ def exact_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return jobs[-1]
 
     jobs: list[Job] = []
-    made = plan_cluster._job
-    monkeypatch.setattr(plan_cluster, "_job", make_job)
+    made = plan_cluster.read_job
+    monkeypatch.setattr(plan_cluster, "read_job", make_job)
     monkeypatch.setattr(plan_cluster, "find_measuring_ranks", find)
 
 
@@ -93,16 +94,32 @@ def test_measured_steps_stand_next_to_predicted_ones_and_the_file_is_used_later(
     assert f"{found['steps'][0]['seconds']:.3g}" in after
     assert "scaled from" not in after
     table = after[after.index("gpt_1m, ") :].splitlines()[3:8]
-    assert plan("--gpus", "4xCPU", "--gpus-per-node", "2", "--network", "100mbit", "--constants", str(file), "--all") == 0
+    where = ("--gpus", "2x2xCPU", "--network", "100mbit")
+    assert plan(*where, "--constants", str(file), "--all") == 0
     again = capsys.readouterr().out.splitlines()[3:8]
     assert [line.split()[:3] for line in again[2:]] == [line.split()[:3] for line in table[2:]]
+
+
+def test_ranks_at_hand_measure_what_runs_now_before_the_choices_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact_ranks(monkeypatch)
+    file = tmp_path / "now.json"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    assert plan("--emulate", "2x2,100mbit", "--config", str(file)) == 0
+    out = capsys.readouterr().out
+    assert "Measured here: links, matrix products and kernels, and a step of zero1-d4-" in out
+    assert "the same, 4 bits" in out
+    assert "scaled from" not in out
+    assert plan("--emulate", "2x2,1mbit", "--config", str(file)) == 0
+    assert "Measured here: links, matrix products and kernels.\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "--gpus and --network: are missing"),
-        (("--gpus", "4xCPU"), "--gpus and --network: are missing"),
+        ((), "--gpus: is missing, and there is no GPU here"),
+        (("--gpus", "4xCPU"), "--network: is missing"),
         (("--emulate", "2,1gbit", "--gpus", "2xCPU"), "--emulate: describes all hosts"),
         (("--emulate", "2,1gbit,100mbit"), "--emulate: describes all hosts and one rate"),
         (("--emulate", "2,none"), "--emulate: describes all hosts and one rate"),
@@ -131,8 +148,17 @@ def test_layouts_that_are_measured_differ() -> None:
 
 def test_a_program_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedRanks, "run", lambda *_: ([], "rank 1 ended with 1"))
-    with pytest.raises(CompressError, match="--measure: rank 1 ended with 1"):
-        measure(search(JOB), JOB, EmulatedRanks(Emulation(2, ("100mbit",)), 10.0), MODEL)
+    with pytest.raises(CompressError, match="measurement: rank 1 ended with 1"):
+        measure((), JOB, EmulatedRanks(Emulation(2, ("100mbit",)), 10.0), MODEL, BRIEF)
+
+
+@pytest.mark.slow
+@measures_links
+def test_a_brief_measurement_takes_half_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert plan("--emulate", "2,1gbit") == 0
+    assert time.monotonic() - begin < 60
+    assert "Measured here: links, matrix products and kernels, and a step of zero" in capsys.readouterr().out
 
 
 @pytest.mark.slow
