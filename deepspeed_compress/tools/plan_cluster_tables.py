@@ -156,6 +156,7 @@ def print_choices(
         print(f"Loss: how much higher, measured with up to {short(MEASURED)} parameters{size}.")
     if others:
         print("Below the line, training itself changes.")
+    print('Ranges mostly move together, so "times as fast" is more certain than seconds.')
     if measured is not None:
         steps = "".join(f", and a step of {step.layout} ({step.seconds:.3g} s)" for step in measured.steps)
         print(f"Measured here: links, matrix products and kernels{steps}.")

@@ -6,7 +6,7 @@ train in another way, are left out. Nodes have eight A100 with 80 GB.
 
 examples, from the root of the repository:
   python -m launch.studies.planner_gains
-  python -m launch.studies.planner_gains --jobs "7B, LoRA" --gpu 4090 --output gains.png
+  python -m launch.studies.planner_gains --jobs "7B, LoRA in ZeRO 3" --gpu 4090 --output gains.png
 """
 
 import argparse
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.planner.choices import choices
+from deepspeed_compress.planner.choices import Setup, choices
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.gpus import find_gpu
 from deepspeed_compress.planner.model import TYPICAL
@@ -28,19 +28,23 @@ from launch.studies.harness import markdown, new_parser, tracked
 
 @dataclass(frozen=True)
 class Work:
-    """Usual job: a size of model, a program, the least sequences of a step and those of each GPU, and LoRA's rank."""
+    """Usual job: a size of model, a program, the least sequences of a step and those of each GPU, and LoRA's rank.
+
+    `now` is what most run now; None for the fastest ZeRO stage that fits.
+    """
 
     size: str
     software: str
     batch: int
     each: int
     rank: int = 0
+    now: Setup | None = None
 
 
 JOBS: Mapping[str, Work] = {
     "1B, pretraining": Work("1B", "deepspeed", 256, 4),
     "7B, all parameters": Work("7B", "hf", 128, 2),
-    "7B, LoRA": Work("7B", "hf", 128, 2, rank=16),
+    "7B, LoRA in ZeRO 3": Work("7B", "hf", 128, 2, 16, Setup(3)),
     "13B, all parameters": Work("13B", "hf", 128, 2),
     "70B, all parameters": Work("70B", "hf", 128, 2),
 }
@@ -79,7 +83,9 @@ class Gain:
     @property
     def text(self) -> str:
         """Text of a cell."""
-        return "-" if self.kind == "does not fit" else f"{self.times:.2g}"
+        if self.kind == "does not fit":
+            return "-"
+        return f"{self.times:.0f}" if self.times >= 10 else f"{self.times:.2g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +121,7 @@ def gain(name: str, gpu: str, nodes: int, rate: float) -> Gain:
     plan = search(job)
     if not plan.candidates:
         return Gain("does not fit")
-    now, *others = choices(job, plan, None)
+    now, *others = choices(job, plan, JOBS[name].now)
     fitting = [one for one in others if one.candidate.verdict != "does not fit"]
     best = min(fitting, key=lambda one: one.candidate.days, default=now)
     times = now.candidate.days / best.candidate.days

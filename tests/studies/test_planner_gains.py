@@ -10,7 +10,7 @@ from launch.studies.planner_gains import gain, main
 def test_what_does_not_fit_and_what_gains_nothing_is_said() -> None:
     assert gain("70B, all parameters", "A100-80", 2, 10).kind == "does not fit"
     assert gain("70B, all parameters", "A100-80", 2, 10).text == "-"
-    rich = gain("7B, LoRA", "A100-80", 2, 3200)
+    rich = gain("7B, LoRA in ZeRO 3", "A100-80", 2, 3200)
     assert (rich.kind, rich.text) == ("nothing", "1")
 
 
@@ -22,8 +22,8 @@ def test_slow_networks_gain_more() -> None:
 
 def test_the_table_and_the_picture_have_the_chosen_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gains.png"
-    assert main(["--jobs", "7B, LoRA", "--output", str(file)]) == 0
+    assert main(["--jobs", "7B, LoRA in ZeRO 3", "--output", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "| 7B, LoRA | " in out
+    assert "| 7B, LoRA in ZeRO 3 | " in out
     assert "13B" not in out
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -22,7 +22,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import check_machine
-from deepspeed_compress.tools.bench.options import Emulation
+from deepspeed_compress.tools.bench.options import Emulation, MirrorOptions
 
 Row = dict[str, Any]
 
@@ -139,13 +139,15 @@ class LaunchedRanks:
     """
 
     starts_processes = False
-    per_host = 1
-    rates: Sequence[str | None] = (None,)
 
-    def __init__(self, images: int | None = None) -> None:
+    def __init__(self, images: int | None = None, behind: MirrorOptions | None = None) -> None:
         from deepspeed_compress.tools.bench import gauges
+        from deepspeed_compress.tools.bench.mirror_network import Network
 
-        ranks = gauges.join() if images is None else gauges.join_images(images)
+        network = None if behind is None else Network(behind.per_node, behind.inside)
+        self.rates: Sequence[str | None] = (None,) if behind is None else behind.rates
+        self.per_host = 1 if behind is None else behind.per_node
+        ranks = gauges.join() if images is None else gauges.join_images(images, network)
         self.count, self.is_first, self._ranks = ranks.world_size, ranks.is_first, ranks
 
     def first_only(self, action: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, read_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
+from deepspeed_compress.tools.bench.options import MirrorOptions
 from deepspeed_compress.tools.bench.step_results import plot_steps, print_steps
 from deepspeed_compress.tools.bench.workload import (
     DEEPSPEED,
@@ -57,7 +58,8 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
     document = ranks.first_only(partial(read_document, options.output))
     begin, failures = time.monotonic(), 0
     for number, group in enumerate(groups, 1):
-        missing = missing_rates(document["rows"], group, ranks.count, steps, bool(options.mirror), ranks.per_host)
+        mirror = _mirror(options)
+        missing = missing_rates(document["rows"], group, ranks.count, steps, mirror, ranks.per_host)
         if ranks.is_first:
             shown = ", ".join(rate or "this network" for rate in missing) or f"already in {options.output}"
             label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, ranks.count)}"
@@ -65,7 +67,7 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
         if missing:
             rows, failure = ranks.run(RANK_PROGRAM, group.to_job(missing, options.traces))
             failures += failure is not None
-            merge(document, [row | {"mirror": True} for row in rows] if options.mirror else rows)
+            merge(document, [row | {"mirror": mirror} for row in rows] if mirror else rows)
             if ranks.is_first:
                 save_document(document, options.output)
     return document, failures
@@ -73,9 +75,32 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
 
 def _find_ranks(options: argparse.Namespace) -> JobRanks:
     if not options.mirror:
+        if options.rate:
+            raise ConfigError("--rate: computes the network of --mirror N; write it, too, or --emulate HOSTS,RATE")
         return find_ranks(options.emulate, options.timeout, "bench step")
     _check_mirrored(_groups(options, options.mirror))
-    return LaunchedRanks(options.mirror)
+    return LaunchedRanks(options.mirror, _network(options))
+
+
+def _network(options: argparse.Namespace) -> MirrorOptions | None:
+    """Return the computed network of a mirror; None without one.
+
+    Raises:
+        ConfigError: Its ranks do not fill whole nodes.
+    """
+    if not options.rate:
+        return None
+    if options.mirror % options.ranks_per_node:
+        raise ConfigError(
+            f"--ranks-per-node: {options.mirror} ranks do not fill nodes of {options.ranks_per_node}; write a divisor"
+        )
+    return MirrorOptions(tuple(options.rate), options.ranks_per_node, options.rate_inside)
+
+
+def _mirror(options: argparse.Namespace) -> bool | str:
+    """Return what rows say of their other ranks: nothing, that they are images, or how a network joins these."""
+    network = _network(options) if options.mirror else None
+    return bool(options.mirror) if network is None else str(network)
 
 
 def _check_same_layout(groups: Sequence[Group]) -> None:
@@ -136,7 +161,7 @@ def _title(group: Group, ranks: int) -> str:
 
 
 def missing_rates(
-    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False, per_host: int = 1
+    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool | str = False, per_host: int = 1
 ) -> Steps:
     """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
     present = {_identity(row) for row in rows}

@@ -46,7 +46,8 @@ def title(row: Row) -> str:
     work = row["workload"]
     layout = "".join(f", {name} {work[name]}" for name in ("pipeline", "tensor", "sequence") if work[name] > 1)
     batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
-    mirror = " (a mirror)" if row.get("mirror") else ""
+    kinds = {True: " (a mirror)", False: ""}
+    mirror = kinds.get(row.get("mirror", False), " (computed network, measured device)")
     ranks = f"{row['ranks']} ranks" + (f", {row['per_host']} on a host" if row.get("per_host", 1) > 1 else "")
     return f"{work['model']} in {work['precision']} on {ranks}{mirror}{layout}, {batch}"
 

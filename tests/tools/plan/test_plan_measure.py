@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,24 @@ def test_ranks_of_a_launcher_measure_together_and_the_first_prints(tmp_path: Pat
     assert 1 <= len(found["steps"]) <= 3
     assert all(step["seconds"] > 0 for step in found["steps"])
     assert "Seconds of a step" in out
+
+
+def found(rank: int, now: str) -> tuple[int, str]:
+    """Run the command without a cluster as a rank of a launcher, and return its code and output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        return plan("--config", now), out.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_need_no_description_of_the_cluster(tmp_path: Path) -> None:
+    now = tmp_path / "now.json"
+    now.write_text('{"zero_optimization": {"stage": 2}}')
+    (code, out), other = run_forks(2, found, str(now))
+    assert code == 0
+    assert other == (0, "")
+    assert "on 2 CPU in 1 node of 2\n" in re.sub(" +\n", "\n", out)
+    assert "and a step of zero2-d2-" in out
 
 
 @pytest.mark.slow

@@ -1,0 +1,171 @@
+"""A mirror whose messages come back after the time that a network needs: computed links, and a measured rank.
+
+The seconds of a collective are those of the planner (`planner/links.py`): a ring or a direct exchange of that many
+ranks, of which some share a node and its card. Collectives queue on the card, as in NCCL, while the rank computes. On
+a GPU they wait on a stream of their own.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.gpus import GPUS, Gpu, find_gpu
+from deepspeed_compress.planner.links import Group, Links, Message
+from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
+from deepspeed_compress.tools.bench.mirror import MIRROR, Mirror
+
+GLOO = Constants(network=0.95, delay=30.0)
+"""Constants of links between hosts under gloo, as `plan cluster --measure` finds them on emulated hosts."""
+CALIBRATION_CYCLES = 10**8
+
+
+@dataclass(frozen=True)
+class Network:
+    """Network of a mirror: ranks of a node, and bits per second inside of a node; None for those of the device."""
+
+    per_node: int
+    inside: float | None = None
+
+    def links(self, ranks: int, rate: str) -> Links:
+        """Return the links of `ranks` ranks, with nodes that send at `rate`."""
+        gpu, constants = _device()
+        if self.inside is not None:
+            gpu = replace(gpu, link_rate=self.inside / 8)
+        bytes_per_second = float("inf") if rate == UNLIMITED else bits_per_second(rate) / 8
+        return Links(Cluster(gpu, ranks, self.per_node, bytes_per_second), constants)
+
+
+def _device() -> tuple[Gpu, Constants]:
+    if torch.cuda.is_available():
+        return find_gpu(torch.cuda.get_device_name(0)), Constants()
+    return GPUS["CPU"], GLOO
+
+
+@dataclass
+class Arrival:
+    """Message on its way to a rank on the host."""
+
+    at: float
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return when the message has arrived."""
+        time.sleep(max(0.0, self.at - time.monotonic()))
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True if the message has arrived."""
+        return time.monotonic() >= self.at
+
+
+@dataclass
+class HostWire:
+    """Cards of a rank on the host, which are busy until an instant."""
+
+    busy_until: float = 0.0
+
+    def take(self, seconds: float) -> Arrival:
+        """Send for `seconds` after what is sent already."""
+        self.busy_until = max(time.monotonic(), self.busy_until) + seconds
+        return Arrival(self.busy_until)
+
+
+@dataclass
+class StreamArrival:
+    """Message on its way to a GPU, whose stream waits for it."""
+
+    event: torch.cuda.Event
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait for the message."""
+        torch.cuda.current_stream().wait_event(self.event)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True if the message has arrived."""
+        return bool(self.event.query())
+
+
+class StreamWire:
+    """Cards of a GPU: a stream on which each message occupies the time that it needs, after what it consists of."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._cycles_per_second = CALIBRATION_CYCLES / self._seconds(CALIBRATION_CYCLES)
+
+    def _seconds(self, cycles: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def take(self, seconds: float) -> StreamArrival:
+        """Send for `seconds` after what is sent already, and after the work that the current stream has so far."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(seconds * self._cycles_per_second))  # type: ignore[no-untyped-call]
+            return StreamArrival(self._stream.record_event())
+
+
+@dataclass
+class Wires:
+    """Cards of this rank, which all groups of a job share, and the network behind them."""
+
+    network: Network
+    ranks: int
+    links: Links = field(init=False)
+    card: HostWire | StreamWire = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.set_rate(UNLIMITED)
+        self.card = StreamWire() if torch.cuda.is_available() else HostWire()
+
+    def set_rate(self, rate: str) -> None:
+        """Let nodes send at a rate from now on."""
+        self.links = self.network.links(self.ranks, rate)
+
+    def send(self, kind: str, size: float, group: Group) -> Arrival | StreamArrival:
+        """Return the arrival of a collective of `group` with a buffer of `size` bytes."""
+        message: Message = getattr(self.links, kind)(size, group)
+        return self.card.take(message.seconds)
+
+
+class NetworkMirror(Mirror):
+    """Mirror whose messages take as long as a network needs. `members` are the ranks of the job in this group."""
+
+    def __init__(self, rank: int, members: list[int], wires: Wires) -> None:
+        super().__init__(rank, len(members))
+        self.wires = wires
+        near = sum(one // wires.network.per_node == members[rank] // wires.network.per_node for one in members)
+        self._group = Group(len(members), max(1, near))
+
+    def arrive(self, kind: str, size: float) -> Any:
+        """Return the handle of a collective, whose names are those of `Links`."""
+        return self.wires.send(kind, size, self._group)
+
+
+def join_network_mirror(size: int, network: Network) -> None:
+    """Create the default group from this process and `size` - 1 mirror images behind a computed network."""
+    wires = Wires(network, size)
+
+    def create(options: Any, _: Any) -> NetworkMirror:
+        members = list(options.global_ranks_in_group) or list(range(size))
+        return NetworkMirror(options.group_rank, members, wires)
+
+    dist.Backend.register_backend(MIRROR, create, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group(MIRROR, store=dist.HashStore(), rank=0, world_size=size)
+
+
+def set_mirrored_rate(rate: str) -> bool:
+    """Let a mirror's nodes send at a rate. Return False if the default group is none with a network."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    if not isinstance(group, NetworkMirror):
+        return False
+    group.wires.set_rate(rate)
+    return True
