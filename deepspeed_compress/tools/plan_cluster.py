@@ -67,7 +67,7 @@ def _measure(ranks: JobRanks, plan: Plan, job: Job, setup: Setup | None, options
     Without it, links, kernels, and a few steps of what runs now, unless they would take long.
     """
     if options.measure is None:
-        return measure(brief_layouts(choices(job, plan, setup)[0], job, options), job, ranks, options.model, BRIEF)
+        return measure(brief_layouts(choices(job, plan, setup), job, options), job, ranks, options.model, BRIEF)
     if ranks.is_first:
         print_plan(plan, job, None)
     measured = measure(list(differing(plan, ranks)), job, ranks, options.model, THOROUGH)

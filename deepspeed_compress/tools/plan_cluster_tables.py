@@ -158,8 +158,8 @@ def print_choices(
         print("Below the line, training itself changes.")
     print('Ranges mostly move together, so "times as fast" is more certain than seconds.')
     if measured is not None:
-        steps = "".join(f", and a step of {step.layout} ({step.seconds:.3g} s)" for step in measured.steps)
-        print(f"Measured here: links, matrix products and kernels{steps}.")
+        steps = [f"{step.layout} ({step.seconds:.3g} s)" for step in measured.steps]
+        print(f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}.")
     if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
         print("Nothing that trains as now is more than a tenth faster.")
     for line in _doubts(plan, job):

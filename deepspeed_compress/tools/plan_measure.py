@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -52,8 +53,9 @@ BRIEF_SECONDS, BRIEF_PARAMETERS = 2.0, 2e8
 """Most seconds of messages in a step, and most parameters of a model, for which a brief measurement takes steps."""
 MOST_ELEMENTS = 2**24
 """Largest number of elements that kernels are measured with."""
-PROBE_PROGRAM = "deepspeed_compress.tools.bench.probe_rank"
-STEP_PROGRAM = "deepspeed_compress.tools.bench.step_rank"
+PROGRAM = "deepspeed_compress.tools.bench.plan_rank"
+COMPRESSED_BITS = 4
+"""Bits of the compressed step that a brief measurement takes."""
 
 
 @contextmanager
@@ -78,19 +80,53 @@ def measure(layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, e
     Raises:
         CompressError: A program failed.
     """
+    probed = _probes(job, effort) | {"rate": ranks.rates[0]}
+    rows: list[Row] = []
     with Progress(transient=True, disable=not ranks.is_first) as progress:
-        task = progress.add_task("probes", total=1 + len(layouts))
-        rows = _rows(ranks, PROBE_PROGRAM, _probes(job, effort) | {"rate": ranks.rates[0]})
-        probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in rows]
-        steps = []
+        for steps in progress.track(_step_jobs(layouts, job, ranks, model, effort.steps) or [[]], description="ranks"):
+            rows += _rows(ranks, {"probes": None if rows else probed, "steps": steps})
+    probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in rows if "kind" in row]
+    return fit_measured(job, probes, _steps(rows, layouts))
+
+
+def measure_steps(
+    layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, count: int = THOROUGH.steps
+) -> list[Step]:
+    """Return the median seconds of a step of each layout.
+
+    Raises:
+        CompressError: A program failed.
+    """
+    rows: list[Row] = []
+    for steps in _step_jobs(layouts, job, ranks, model, count):
+        rows += _rows(ranks, {"probes": None, "steps": steps})
+    return _steps(rows, layouts)
+
+
+def _step_jobs(
+    layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, count: int
+) -> list[list[dict[str, Any]]]:
+    """Return the jobs of `bench.step_rank`: a list for each division of ranks, which processes make only once."""
+    by_division: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as directory:
         for layout in layouts:
-            progress.update(task, advance=1, description=str(layout))
-            steps.append(measure_step(layout, job, ranks, model, effort.steps))
-    return fit_measured(job, probes, steps)
+            file = Path(directory) / f"{layout}.json"
+            file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
+            sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0}
+            [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
+            steps = group.to_job({ranks.rates[0]: 1 if layout.islands > 1 else count})
+            by_division.setdefault((layout.tensor, layout.pipeline), []).append(steps)
+    return list(by_division.values())
 
 
-def _rows(ranks: JobRanks, program: str, job: Row) -> list[Row]:
-    rows, failure = ranks.run(program, job)
+def _steps(rows: Sequence[Row], layouts: Sequence[Layout]) -> list[Step]:
+    """Return the steps in measured rows, in the order of `layouts`."""
+    seconds = {row["contender"]["name"]: row["step_s"]["median"] for row in rows if "contender" in row}
+    return [Step(layout, seconds[str(layout)]) for layout in layouts]
+
+
+def _rows(ranks: JobRanks, job: Row) -> list[Row]:
+    rows, failure = ranks.run(PROGRAM, job)
     if failure is not None:
         raise CompressError(f"measurement: {failure} on the emulated hosts; the lines above show why")
     return rows
@@ -110,28 +146,18 @@ def differing(plan: Plan, ranks: JobRanks) -> Iterator[Layout]:
             yield layout
 
 
-def brief_layouts(now: Choice, job: Job, options: argparse.Namespace) -> list[Layout]:
-    """Return what runs now if a few of its steps are soon measured, and nothing otherwise.
+def brief_layouts(found: Sequence[Choice], job: Job, options: argparse.Namespace) -> list[Layout]:
+    """Return what runs now, and the same with few bits, or nothing if a few steps take long.
 
     Only `--software deepspeed` has steps that can be measured here, with the model of a config.json.
     """
-    layout, terms = now.candidate.layout, now.candidate.prediction.terms
+    now, terms = found[0].candidate.layout, found[0].candidate.prediction.terms
     sent = sum(term.outside for term in terms) * job.cluster.per_node / job.cluster.network
     is_small = sent < BRIEF_SECONDS and job.model.parameters < BRIEF_PARAMETERS
-    can_start = options.software == "deepspeed" and options.model.exists() and not job.model.rank
-    return [layout] if is_small and can_start else []
-
-
-def measure_step(layout: Layout, job: Job, ranks: JobRanks, model: Path, count: int = THOROUGH.steps) -> Step:
-    """Return the median seconds of a layout's step."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / f"{layout}.json"
-        file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
-        sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0}
-        [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
-    steps = {ranks.rates[0]: 1 if layout.islands > 1 else count}
-    [row] = _rows(ranks, STEP_PROGRAM, group.to_job(steps))
-    return Step(layout, row["step_s"]["median"])
+    if not is_small or options.software != "deepspeed" or not options.model.exists() or job.model.rank:
+        return []
+    layouts = (one.candidate.layout for one in found[1:])
+    return [now, *[one for one in layouts if one.gradient_bits == COMPRESSED_BITS and one.zero == now.zero][:1]]
 
 
 def _probes(job: Job, effort: Effort) -> Row:

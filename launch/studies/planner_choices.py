@@ -30,7 +30,7 @@ from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import BRIEF, measure, measure_step
+from deepspeed_compress.tools.plan_measure import BRIEF, brief_layouts, measure, measure_steps
 from launch.studies.harness import markdown, new_parser, tracked
 
 
@@ -60,8 +60,8 @@ _CASES = (
     Case(3, 2, 2, "5gbit"),
 )
 CASES: Mapping[str, Case] = {str(case): case for case in _CASES}
-BATCH, SEQ, TIMEOUT = 16, 64, 1800.0
-"""Sequences of a step, tokens of a sequence, and the time limit of a measurement in seconds."""
+BATCH, SEQ, STEPS, TIMEOUT = 16, 64, 9, 1800.0
+"""Sequences of a step, tokens of a sequence, measured steps, and the time limit of a measurement in seconds."""
 COLUMNS = ("now", "brief measurement, s", "choice", "above the best", "times as fast: predicted", "measured")
 
 
@@ -96,14 +96,16 @@ def compare(case: Case, model: Path) -> dict[str, Any]:
     job = Job(cluster, shape, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * shape.parameters)
     ranks, setup = EmulatedRanks(Emulation(case.hosts, (case.rate,), case.per_host), TIMEOUT), Setup(case.zero)
     begin = time.monotonic()
-    now = choices(job, search(job), setup)[0].candidate.layout
-    job = replace(job, constants=measure([now], job, ranks, model, BRIEF).constants)
+    options = argparse.Namespace(software="deepspeed", model=model)
+    layouts = brief_layouts(choices(job, search(job), setup), job, options)
+    job = replace(job, constants=measure(layouts, job, ranks, model, BRIEF).constants)
     found = choices(job, search(job), setup)
     seconds = time.monotonic() - begin
-    rows = []
-    for one in found:
-        step = measure_step(one.candidate.layout, job, ranks, model)
-        rows.append({"name": one.name, "predicted": one.seconds, "measured": step.seconds})
+    steps = measure_steps([one.candidate.layout for one in found], job, ranks, model, STEPS)
+    rows = [
+        {"name": one.name, "predicted": one.seconds, "measured": step.seconds}
+        for one, step in zip(found, steps, strict=True)
+    ]
     return {"brief_seconds": seconds, "choices": rows}
 
 

@@ -28,15 +28,15 @@ def test_choices_are_measured_once_and_compared(
     taken: list[Layout] = []
 
     def measure(layouts: Sequence[Layout], *_: object) -> Found:
-        assert [(one.zero, one.compressed) for one in layouts] == [(1, False)]
+        assert [(one.zero, one.gradient_bits) for one in layouts] == [(1, 0), (1, 4)]
         return Found(SLOW)
 
-    def measure_step(layout: Layout, *_: object) -> Step:
-        taken.append(layout)
-        return Step(layout, 2.0 if len(taken) == 1 else 1.0)
+    def measure_steps(layouts: Sequence[Layout], *_: object) -> list[Step]:
+        taken.extend(layouts)
+        return [Step(layout, 2.0 if layout is taken[0] else 1.0) for layout in layouts]
 
     monkeypatch.setattr(planner_choices, "measure", measure)
-    monkeypatch.setattr(planner_choices, "measure_step", measure_step)
+    monkeypatch.setattr(planner_choices, "measure_steps", measure_steps)
     monkeypatch.setattr(planner_choices, "enter_user_namespace", lambda _: None)
     given = ["--output-dir", str(tmp_path), "--only", CASE]
     assert main(given) == 0
