@@ -5,7 +5,7 @@ from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, rank_main
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Measure the job of `probe_rank` in `job["probes"]`, if there is one, and those of `step_rank` in `job["steps"]`."""
+    """Measure `job["probes"]`, a job of `probe_rank` or None, and `job["steps"]`, jobs of `step_rank`."""
     if job["probes"] is not None:
         probe_rank.measure(job["probes"], emit, log)
     for steps in job["steps"]:
