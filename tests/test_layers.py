@@ -239,9 +239,11 @@ TABLE = {
     ),
     "tools.plan": allow("config errors planner policy tools.plots tools.tables", lazily="matplotlib"),
     "tools.plan_cluster": allow(
-        "errors planner safe_files tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_measure "
-        "tools.plan_setup tools.plots"
+        "errors planner safe_files tools.bench.jobs tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_job "
+        "tools.plan_measure tools.plan_setup"
     ),
+    "tools.plan_job": allow("errors planner tools.plan_machine tools.plan_setup tools.plots"),
+    "tools.plan_machine": allow("errors planner", lazily="torch"),
     "tools.plan_cluster_tables": allow("config.numbers planner tools.tables"),
     "tools.plan_setup": allow("config errors planner"),
     "tools.plan_measure": allow(
@@ -261,6 +263,7 @@ TABLE = {
     "tools.bench.comm_rank": allow(
         "backends.activations.crossover collectives.exchange policy.alpha_beta tools.bench", "deepspeed torch"
     ),
+    "tools.bench.mirror_network": allow("planner tools.bench", "torch"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),

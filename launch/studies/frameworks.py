@@ -49,6 +49,8 @@ _GRACE = 30.0
 COLUMNS = ("framework", "trains", "ratio", "none", "4 bits", "resume", "load", "merge")
 _STUB = "torchaudio"
 """Package that some frameworks import, and that fails to load if its torch is another one. It is replaced by a stub."""
+_UNLOADABLE = "torchvision"
+"""Package that frameworks install and do without. That of the package index needs CUDA, and fails to load without."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,6 +122,7 @@ class Environment:
             [*pip, TORCH, self.package],
             [*pip, "--no-build-isolation", TORCH, DEEPSPEED],
             [*pip, "--editable", str(ROOT)],
+            [*pip[:-1], "uninstall", "--yes", _UNLOADABLE],
         )
         for command in commands:
             subprocess.run(command, check=True)

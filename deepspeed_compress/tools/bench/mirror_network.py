@@ -19,7 +19,7 @@ from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
 from deepspeed_compress.tools.bench.mirror import MIRROR, Mirror
 
-GLOO = Constants(network=0.95, delay=30.0)
+GLOO = Constants(network=0.9, delay=75.0)
 """Constants of links between hosts under gloo, as `plan cluster --measure` finds them on emulated hosts."""
 CALIBRATION_CYCLES = 10**8
 
