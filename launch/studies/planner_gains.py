@@ -141,7 +141,7 @@ def new_job(work: Work, gpu: str, nodes: int, rate: float) -> Job:
     return Job(cluster, model, SOFTWARE[work.software], LENGTH, batch, tokens)
 
 
-def draw(found: Mapping[str, Mapping[tuple[int, float], Gain]], file: Path) -> None:
+def draw(found: Mapping[str, Mapping[tuple[int, int], Gain]], file: Path) -> None:
     """Draw a panel for each job: rows are numbers of nodes, columns rates, and colors say what gains."""
     figure = new_figure(2.2 * len(found) + 0.4, 2.4)
     panels = figure.subplots(1, len(found), squeeze=False)[0]
@@ -155,7 +155,7 @@ def draw(found: Mapping[str, Mapping[tuple[int, float], Gain]], file: Path) -> N
     save_figure(figure, file)
 
 
-def _draw_panel(axes: Any, name: str, gains: Mapping[tuple[int, float], Gain]) -> None:
+def _draw_panel(axes: Any, name: str, gains: Mapping[tuple[int, int], Gain]) -> None:
     axes.set_xlim(-0.5, len(RATES) - 0.5)
     axes.set_ylim(len(NODES) - 0.5, -0.5)
     for (nodes, rate), one in gains.items():
