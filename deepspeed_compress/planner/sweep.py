@@ -1,4 +1,4 @@
-"""Best layouts with each setting of compression, over numbers of GPUs and over rates of the network."""
+"""Best layouts with each setting of compression, over rates of the network."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,17 +7,12 @@ from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.search import Candidate, Job, search
 
 Sweep = Mapping[str, Mapping[float, Candidate]]
-"""Best candidate by setting and by the figure that varies. Figures for which nothing fits are missing."""
+"""Best candidate by setting and by rate. Rates at which nothing fits are missing."""
 
 
 def is_plain(layout: Layout) -> bool:
     """Return True if nothing is compressed, and there are no islands."""
     return not layout.compressed
-
-
-def is_compressed(layout: Layout) -> bool:
-    """Return True if gradients or weights are compressed, without islands."""
-    return layout.compressed and layout.islands == 1
 
 
 def has_islands(layout: Layout) -> bool:
@@ -39,8 +34,6 @@ class Bits:
 
 
 Setting = Callable[[Layout], bool]
-KINDS: Mapping[str, Setting] = {"uncompressed": is_plain, "compressed": is_compressed, "islands": has_islands}
-"""Kinds of layouts: a job chooses one before its start, and cannot change it."""
 BITS: Mapping[str, Setting] = {
     "uncompressed": is_plain,
     "8 bits": Bits(8, 8),
@@ -51,29 +44,21 @@ BITS: Mapping[str, Setting] = {
 """Bits in both directions: gradients, and gathered weights."""
 
 
-def best(found: Iterable[Candidate], settings: Mapping[str, Setting]) -> dict[str, Candidate]:
-    """Return the candidate with the fewest days for each setting that any of them has."""
+def best(found: Iterable[Candidate]) -> dict[str, Candidate]:
+    """Return the candidate with the fewest days for each of `BITS` that any of them has."""
     fastest: dict[str, Candidate] = {}
     for one in sorted(found, key=lambda one: one.days):
-        for name, has in settings.items():
+        for name, has in BITS.items():
             if has(one.layout):
                 fastest.setdefault(name, one)
     return fastest
 
 
-def over_gpus(job: Job, counts: Iterable[int], settings: Mapping[str, Setting] = KINDS) -> Sweep:
-    """Return the best candidates of the same job on other numbers of GPUs."""
-    return _sweep({count: replace(job, cluster=replace(job.cluster, gpus=count)) for count in counts}, settings)
-
-
-def over_network(job: Job, rates: Iterable[float], settings: Mapping[str, Setting] = BITS) -> Sweep:
-    """Return the best candidates with nodes that send `rates` bytes per second."""
-    return _sweep({rate: replace(job, cluster=replace(job.cluster, network=rate)) for rate in rates}, settings)
-
-
-def _sweep(jobs: Mapping[float, Job], settings: Mapping[str, Setting]) -> Sweep:
-    found: dict[str, dict[float, Candidate]] = {name: {} for name in settings}
-    for figure, job in jobs.items():
-        for name, one in best(search(job).fitting, settings).items():
-            found[name][figure] = one
+def over_network(job: Job, rates: Iterable[float]) -> Sweep:
+    """Return the best candidates for each of `BITS`, with nodes that send `rates` bytes per second."""
+    found: dict[str, dict[float, Candidate]] = {name: {} for name in BITS}
+    for rate in rates:
+        plan = search(replace(job, cluster=replace(job.cluster, network=rate)))
+        for name, one in best(plan.fitting).items():
+            found[name][rate] = one
     return found

@@ -17,7 +17,7 @@ from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import JobRanks, has_ranks
-from deepspeed_compress.tools.plan_cluster_plots import draw_all
+from deepspeed_compress.tools.plan_cluster_plots import draw
 from deepspeed_compress.tools.plan_cluster_tables import explain, print_choices, print_plan, print_refused, sequences
 from deepspeed_compress.tools.plan_job import check_options, read_job
 from deepspeed_compress.tools.plan_measure import (
@@ -130,7 +130,7 @@ def _save(
         best = plan.recommended if options.choose is None else _chosen(rows, plan, "--choose", options.choose)
         _write(best, job, nodes, options)
     if options.plot is not None:
-        print(*draw_all(plan, job, options.plot), sep="\n")
+        print(draw(job, options.plot))
 
 
 _UNSET = "is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS $0 (N from 0; the address of the first node)"

@@ -162,5 +162,7 @@ def check_options(options: argparse.Namespace, job: Job) -> None:
         raise ConfigError(f"--measure: takes steps of --software deepspeed, not {options.software}; leave one out")
     if options.measure is not None and not options.measure.parent.is_dir():
         raise ConfigError(f"--measure: {options.measure.parent} is not a directory; create it")
+    if options.plot is not None and job.cluster.nodes == 1:
+        raise ConfigError("--plot: draws steps over the rate of the network, which a single node has not; leave it out")
     if options.plot is not None:
-        check_plotting("--plot")
+        check_plotting("--plot", options.plot)

@@ -250,25 +250,17 @@ def test_what_cannot_be_planned_is_refused_in_a_line(
     assert message in line
 
 
-def test_pictures_are_drawn(
+def test_the_network_is_drawn(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan_cluster_plots, "RATES", (1, 100))
-    monkeypatch.setattr(plan_cluster_plots, "LARGEST", 16)
-    assert plan(model, "--batch", "32", "--plot", f"{tmp_path}/pictures") == 0
-    files = [tmp_path / "pictures" / f"{name}.png" for name in ("steps", "scaling", "network")]
-    assert capsys.readouterr().out.splitlines()[-3:] == list(map(str, files))
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-
-
-def test_a_single_node_has_no_picture_of_its_network(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(plan_cluster_plots, "LARGEST", 8)
-    assert plan(model, "--batch", "32", "--gpus", "8xA100", "--plot", f"{tmp_path}/pictures") == 0
-    assert {file.stem for file in (tmp_path / "pictures").iterdir()} == {"steps", "scaling"}
+    file = tmp_path / "network.png"
+    assert plan(model, "--batch", "32", "--plot", str(file)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert plan(model, "--batch", "32", "--gpus", "8xA100", "--plot", str(file)) == 1
+    assert "--plot: draws steps over the rate of the network" in capsys.readouterr().err
 
 
 def test_batches_are_sequences_or_tokens() -> None:
