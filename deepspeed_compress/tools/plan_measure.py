@@ -147,7 +147,7 @@ def differing(plan: Plan, ranks: JobRanks) -> Iterator[Layout]:
 
 
 def brief_layouts(found: Sequence[Choice], job: Job, options: argparse.Namespace) -> list[Layout]:
-    """Return what runs now, the same with few bits, and the fastest choice, or nothing if a few steps take long.
+    """Return what runs now, and the same with few bits, or nothing if a few steps take long.
 
     Only `--software deepspeed` has steps that can be measured here, with the model of a config.json.
     """
@@ -156,9 +156,8 @@ def brief_layouts(found: Sequence[Choice], job: Job, options: argparse.Namespace
     is_small = sent < BRIEF_SECONDS and job.model.parameters < BRIEF_PARAMETERS
     if not is_small or options.software != "deepspeed" or not options.model.exists() or job.model.rank:
         return []
-    layouts = [one.candidate.layout for one in sorted(found[1:], key=lambda one: one.seconds)]
-    same = [one for one in layouts if one.gradient_bits == COMPRESSED_BITS and one.zero == now.zero]
-    return list(dict.fromkeys([now, *same[:1], *layouts[:1]]))
+    layouts = (one.candidate.layout for one in found[1:])
+    return [now, *[one for one in layouts if one.gradient_bits == COMPRESSED_BITS and one.zero == now.zero][:1]]
 
 
 def _probes(job: Job, effort: Effort) -> Row:

@@ -67,7 +67,7 @@ def exact_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the ranks of `--measure`."""
 
     def find(emulation: Emulation, timeout: float, gpus: int) -> ExactRanks:
-        layouts = {str(one.layout): one.layout for one in search(jobs[-1]).candidates}
+        layouts = {str(one.layout): one.layout for one in search(jobs[-1]).fitting}
         return ExactRanks(emulation, timeout, jobs[-1], layouts)
 
     def make_job(options: Any) -> Job:
