@@ -63,16 +63,26 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _written_cluster(options: argparse.Namespace) -> Cluster:
+    if options.hostfile is not None:
+        raise ConfigError("--hostfile: says how many GPUs there are, as --gpus does; leave one of them out")
     if options.network is None:
         raise ConfigError("--network: is missing; write the rate of a node, such as 25gbit, or leave out --gpus, too")
     return read_cluster(options.gpus, options.network, options.gpus_per_node)
 
 
 def _found_cluster(options: argparse.Namespace) -> Cluster:
-    """Return the cluster at hand. The network of a single node is not needed."""
+    """Return the cluster at hand. The network of a single node is not needed.
+
+    Raises:
+        ConfigError: The GPUs do not fill whole nodes, or nothing is found.
+    """
     found = find_machine(options.hostfile)
     per_node = options.gpus_per_node or found.per_node
-    is_alone = found.count <= per_node
+    if found.count % per_node:
+        raise ConfigError(
+            f"--gpus-per-node: the {found.count} GPUs that were found do not fill nodes of {per_node}; write a divisor"
+        )
+    is_alone = found.count == per_node
     network: Callable[[], float] = partial(read_network, options.network, per_node) if options.network else find_network
     return Cluster(found.gpu, found.count, per_node, found.gpu.link_rate if is_alone else network())
 

@@ -1,4 +1,4 @@
-"""What ``ds-compress plan cluster`` finds: GPUs of a launcher, a hostfile, a Slurm job or this machine, and cards."""
+"""Search for GPUs (of a launcher, a hostfile, Slurm, or this machine) and network cards, for ``plan cluster``."""
 
 import os
 import re

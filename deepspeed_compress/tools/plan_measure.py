@@ -31,7 +31,7 @@ LAYOUTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """Extent of a measurement.
 
     Attributes:
         shares: Sizes of messages, as shares of the largest.

@@ -36,7 +36,7 @@ from launch.studies.harness import markdown, new_parser, tracked
 
 @dataclass(frozen=True)
 class Case:
-    """What runs now: a ZeRO stage, on `hosts` hosts of `per_host` ranks with links of a rate."""
+    """Layout that runs now: a ZeRO stage, on `hosts` hosts of `per_host` ranks with links of a rate."""
 
     zero: int
     hosts: int

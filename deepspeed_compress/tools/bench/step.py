@@ -56,9 +56,8 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
     if not options.emulate:
         _check_same_layout(groups)
     document = ranks.first_only(partial(read_document, options.output))
-    begin, failures = time.monotonic(), 0
+    begin, failures, mirror = time.monotonic(), 0, _mirror(options)
     for number, group in enumerate(groups, 1):
-        mirror = _mirror(options)
         missing = missing_rates(document["rows"], group, ranks.count, steps, mirror, ranks.per_host)
         if ranks.is_first:
             shown = ", ".join(rate or "this network" for rate in missing) or f"already in {options.output}"
@@ -75,7 +74,7 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
 
 def _find_ranks(options: argparse.Namespace) -> JobRanks:
     if not options.mirror:
-        if options.rate:
+        if options.rate or options.rate_inside or options.ranks_per_node > 1:
             raise ConfigError("--rate: computes the network of --mirror N; write it, too, or --emulate HOSTS,RATE")
         return find_ranks(options.emulate, options.timeout, "bench step")
     _check_mirrored(_groups(options, options.mirror))
@@ -86,9 +85,11 @@ def _network(options: argparse.Namespace) -> MirrorOptions | None:
     """Return the computed network of a mirror; None without one.
 
     Raises:
-        ConfigError: Its ranks do not fill whole nodes.
+        ConfigError: Its ranks do not fill whole nodes, or it has no rate.
     """
     if not options.rate:
+        if options.rate_inside or options.ranks_per_node > 1:
+            raise ConfigError("--rate: is missing; --ranks-per-node and --rate-inside describe its network, too")
         return None
     if options.mirror % options.ranks_per_node:
         raise ConfigError(

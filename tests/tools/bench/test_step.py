@@ -320,6 +320,7 @@ def test_a_computed_network_makes_steps_longer_and_compression_worth_it(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("zero2_int4.json", "--ranks-per-node", "2"), "--rate: is missing"),
         (("zero2_int4.json", "--rate", "1gbit", "--ranks-per-node", "3"), "4 ranks do not fill nodes of 3"),
         (("zero2_int4.json", "--peers", "ddp", "fsdp2"), "--mirror: --peers ddp fsdp2 cannot be mirrored"),
         (("pipeline2_zero1_int4.json",), "--mirror: all ranks hold the same layers"),

@@ -233,6 +233,7 @@ def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.Capture
     ("more", "message"),
     [
         (("--batch", "3"), "--batch: deepspeed has no layout"),
+        (("--hostfile", "hostfile"), "--hostfile: says how many GPUs there are"),
         (("--seq", "8192"), "--seq: 8192 tokens are more than the 4096 positions"),
         (("--batch", "9" * 400), "--batch: "),
         (("--tokens", "9" * 400), "--tokens: "),
