@@ -1,19 +1,9 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs every check, and the tests that are not slow. Arguments go to pytest instead of that:
-# bash tests/run.sh -m "not slow or due" is what CI does, and -m "" runs all tests. With --all first, all tests run, and if they
-# pass, tests/all_passed gets the commit, for you to commit: CI runs slow tests whose sources have changed since then. With
-# --coverage first, what the tests reach is measured, in every process that they start, and shown at the end. See docs/testing.md.
+# Sets up what is missing and runs every check, and the tests that are not slow. Arguments go to pytest instead of that: -m ""
+# runs all tests. With --coverage first, what the tests reach is measured, in every process that they start, and shown at the
+# end. See docs/testing.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-
-all=
-if [ "${1:-}" = --all ]; then
-    # A part of the tests, or uncommitted changes, would not show that all tests pass at this commit.
-    [ $# = 1 ] || { echo "tests/run.sh --all takes no other arguments: write -m '' and the others instead" >&2; exit 2; }
-    [ -z "$(git status --porcelain)" ] || { echo "tests/run.sh --all records the commit: commit your changes first" >&2; exit 2; }
-    all="$(git rev-parse HEAD)"
-    set -- -m ""
-fi
 
 venv="${DS_COMPRESS_VENV:-.venv}"
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
@@ -50,4 +40,3 @@ wait "$compiled"
 [ $# -gt 0 ] || set -- -m "not slow"
 # Two processes per core, since each waits half of the time for programs that its tests start. nproc would obey OMP_NUM_THREADS.
 python -m pytest -n "$((2 * $(env -u OMP_NUM_THREADS nproc)))" --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"
-[ -z "$all" ] || echo "$all" >tests/all_passed

@@ -1,0 +1,63 @@
+"""The choice of a default run's tests, and the emulated processor."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.emulated_processors import PROCESSORS, environment_of, processor_features
+
+ROOT = Path(__file__).parents[1]
+MANY = """
+import pytest
+
+@pytest.mark.slow
+def test_slow(): ...
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("number", range(42))
+def test_sampled(number): ...
+
+@pytest.mark.sampled(4)
+def test_alone(): ...
+
+@pytest.mark.case_a_stage
+@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("stage", range(4))
+def test_stages(stage, case): ...
+"""
+
+
+@pytest.mark.slow
+def test_torch_uses_the_selected_instructions() -> None:
+    program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    for name in {"default", *({"avx2"} & {*processor_features()})}:
+        environment = os.environ | environment_of(name)
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert run.stdout.strip() == name.upper()
+
+
+def test_processors_share_no_compiled_code() -> None:
+    """Code that torch generated for AVX-512 fails to build without vector instructions."""
+    caches = [environment_of(name)["TORCHINDUCTOR_CACHE_DIR"] for name in PROCESSORS]
+    assert len(set(caches)) == len(PROCESSORS)
+
+
+@pytest.mark.parametrize(
+    ("marks", "sampled", "stages", "others"), [("not slow", 11, 4, 1), ("", 42, 12, 2)], ids=["default", "all"]
+)
+def test_a_default_run_has_a_share_of_the_cases(
+    tmp_path: Path, marks: str, sampled: int, stages: int, others: int
+) -> None:
+    (tmp_path / "test_many.py").write_text(MANY)
+    options = ["--collect-only", "-q", "-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options, "-m", marks, str(tmp_path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    collected = [line for line in printed.splitlines() if "::" in line]
+    assert sum("test_sampled" in test for test in collected) == sampled
+    assert sum("test_stages" in test for test in collected) == stages
+    assert len(collected) == sampled + stages + others
