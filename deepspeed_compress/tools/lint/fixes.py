@@ -77,46 +77,6 @@ def remove(document: Document, path: Path, member: Member | None = None) -> Edit
     return (_whole_lines(document.text, member.key_span.start, member.value.span.end), *behind)
 
 
-def add(document: Document, path: Path, key: str, value: object) -> Edits:
-    """Return the edits that append a key to the object at `path`. Missing objects are added too."""
-    node = document.node(*path)
-    if node is None:
-        return add(document, path[:-1], str(path[-1]), {key: value}) if path else ()
-    return _append(document.text, node, f"{to_json(key)}: {to_json(value)}") if node.kind == "object" else ()
-
-
-def move(document: Document, path: Path, to: Path) -> Edits:
-    """Return the edits that move the value at `path` to the key `to`, which must not exist.
-
-    A value with comments is not moved to another place, because they would be lost.
-    """
-    member, depth = document.member(*path), len(path) - 1
-    if member is None or document.has(*to):
-        return ()
-    if to[:depth] == path[:-1] and not document.has(*to[: depth + 1]):
-        return _wrap(document.text, member, to[depth:])
-    if _has_comments(document, member):
-        return ()
-    removed, added = remove(document, path), add(document, to[:-1], str(to[-1]), document.get(*path))
-    return (*removed, *added) if removed and added else ()
-
-
-def _has_comments(document: Document, member: Member) -> bool:
-    """Return True if there is a comment between the start of a key and the end of its value."""
-    inside = range(member.key_span.start, member.value.span.end)
-    return any(one.kind == "comment" and one.span.start in inside for one in document.extensions)
-
-
-def _wrap(text: str, member: Member, keys: Path) -> Edits:
-    """Return the edits that wrap a value into new objects in place. The last of `keys` is the innermost."""
-    *outer, last = (to_json(str(key)) for key in keys)
-    renamed = Edit(member.key_span, "".join(f"{key}: {{" for key in outer) + last)
-    if not outer:
-        return (renamed,)
-    end = member.value.span.end
-    return () if unquoted(text, member.value) else (renamed, Edit(Span(end, end), "}" * len(outer)))
-
-
 def _comma(text: str, end: int) -> int | None:
     """Return the end of the comma after a value, if only space and comments precede the comma, else None."""
     comma = _COMMA.match(text, end)
@@ -149,25 +109,6 @@ def _remove_last(text: str, before: Member, member: Member) -> Edits:
     comma = _comma(text, start)
     ahead = (Edit(Span(comma - 1, comma), ""),) if comma else ()
     return (*ahead, _whole_lines(text, member.key_span.start, end))
-
-
-def _append(text: str, node: Node, pair: str) -> Edits:
-    if not node.members:
-        inside = text[node.span.start : node.span.start + 1] == "{"
-        return (Edit(Span(node.span.start + 1, node.span.start + 1), pair),) if inside else ()
-    last = node.members[-1]
-    end = last.value.span.end
-    line_start = text.rfind("\n", 0, last.key_span.start) + 1
-    indent = text[line_start : last.key_span.start]
-    if unquoted(text, last.value):
-        return () if indent.strip() else (Edit(Span(end, end), f"{_line_end(text)}{indent}{pair}"),)
-    own_line = not indent.strip() and line_start > node.span.start
-    return (Edit(Span(end, end), f",{_line_end(text)}{indent}{pair}" if own_line else f", {pair}"),)
-
-
-def _line_end(text: str) -> str:
-    """Return the characters that end the first line of `text`."""
-    return "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"
 
 
 def unquoted(text: str, node: Node) -> bool:

@@ -1,13 +1,12 @@
 """Selection of rules by options and by suppressions in a file, and their application to a document."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Place
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.files import file_matches
 from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
@@ -27,13 +26,10 @@ class Selection:
 
     select: tuple[str, ...] = (ALL,)
     ignore: tuple[str, ...] = ()
-    per_file: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Additional rules to ignore in files whose name or path matches a pattern."""
 
     def choose(self, rules: Iterable[LintRule], document: Document) -> list[LintRule]:
         """Return the rules to apply to `document`."""
-        per_file = (codes for pattern, codes in self.per_file.items() if file_matches(document.path, pattern))
-        ignored = [code for codes in (*per_file, ignored_inside(document)) for code in codes]
+        ignored = ignored_inside(document)
         return [
             rule
             for rule in rules

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.lint.command import find_settings
 from deepspeed_compress.tools.lint.options import FORMATS, FRAMEWORKS
 from deepspeed_compress.tools.lint.runner import lint_text
 
@@ -54,11 +53,6 @@ def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert options <= set(re.findall(r"--[a-z][a-z-]+", PAGE))
     assert all(f"`{word}`" in PAGE for word in (*FORMATS, *FRAMEWORKS[1:]))
-
-
-def test_the_settings_are_read(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(block("toml"))
-    assert find_settings(tmp_path)[1] == {"*zero3*.json": ("DSC4",)}
 
 
 def test_comments_that_ignore_a_rule() -> None:

@@ -13,7 +13,7 @@ from deepspeed_compress.tools.lint.scanner import parse
 
 SAMPLED = pytest.mark.sampled(3)
 
-BESIDES = {"DSC332": {"DSC303"}, "DSC604": {"DSC803"}}
+BESIDES = {"DSC604": {"DSC803"}}
 """Rules that also find something in the bad example of another rule."""
 
 

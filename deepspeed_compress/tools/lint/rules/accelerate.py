@@ -198,11 +198,12 @@ def _is_dropped(document: Document, member: Member) -> bool:
 
 
 @rule("DSC732", "warning")
-def accelerate_file_missing(document: Document, context: Context) -> Findings:
-    """Accelerate's configuration names a file that does not exist.
+def accelerate_file_unusable(document: Document, context: Context) -> Findings:
+    """Accelerate's configuration names a file that does not exist, or a YAML file.
 
     Accelerate opens the file from the directory in which it is started (accelerate/utils/deepspeed.py). There is no
-    such file in this directory, next to the configuration, or in a directory above it.
+    such file in this directory, next to the configuration, or in a directory above it. Accelerate's own configuration
+    may be YAML, but it reads DeepSpeed's with Python's json.
 
     Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
         "deepspeed_config": {"deepspeed_config_file": "no/such/ds_config.json"}}
@@ -210,11 +211,16 @@ def accelerate_file_missing(document: Document, context: Context) -> Findings:
     Context: {"framework": "accelerate"}
     Proof: raises Expected a string path to an existing deepspeed config
     """
-    name = file_name(document) if document.origin is not None else None
-    member = next((member for member in settings(document) if member.key == NAME), None)
-    if name is not None and member is not None and is_used(document) and find_file(document, name) is None:
+    name = file_name(document) if document.origin is not None and is_used(document) else None
+    if name is None:
+        return
+    place = at(SECTION, NAME, span=next(member.value.span for member in settings(document) if member.key == NAME))
+    if find_file(document, name) is None:
         what = f"{show(name)} was not found here, next to this file, or in a directory above it"
-        yield Diagnostic(at(SECTION, NAME, span=member.value.span), what, write("the path of a configuration"))
+        yield Diagnostic(place, what, write("the path of a configuration"))
+    elif name.endswith(_YAML):
+        what = f"{show(name)} is YAML by its name, which Accelerate reads as JSON and stops at"
+        yield Diagnostic(place, what, write("the same settings into a .json file"))
 
 
 @rule("DSC733", "warning")
@@ -234,23 +240,3 @@ def accelerate_deepspeed_unused(document: Document, context: Context) -> Finding
         what = f"with {show(kind.value.value)} Accelerate starts no DeepSpeed, and {SECTION} has no effect"
         instead = f'"DEEPSPEED", or remove {SECTION}; --use_deepspeed on the command line applies it too'
         yield Diagnostic(at(_TYPE, span=kind.value.span), what, write(instead))
-
-
-@rule("DSC734", "error")
-def accelerate_file_is_yaml(document: Document, context: Context) -> Findings:
-    """Accelerate's configuration names a YAML file.
-
-    Accelerate's own configuration may be YAML, but it reads DeepSpeed's configuration with Python's json
-    (accelerate/utils/deepspeed.py).
-
-    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
-        "deepspeed_config": {"deepspeed_config_file": ".pre-commit-hooks.yaml"}}
-    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
-    Context: {"framework": "accelerate"}
-    Proof: raises JSONDecodeError
-    """
-    name = file_name(document) if document.origin is not None else None
-    if name is not None and name.endswith(_YAML) and is_used(document) and find_file(document, name):
-        span = next(member.value.span for member in settings(document) if member.key == NAME)
-        what = f"{show(name)} is YAML by its name, which Accelerate reads as JSON and stops at"
-        yield Diagnostic(at(SECTION, NAME, span=span), what, write("the same settings into a .json file"))

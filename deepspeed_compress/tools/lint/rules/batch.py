@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding
+from deepspeed_compress.tools.lint.rule import Context, Findings, finding, rule
 from deepspeed_compress.tools.lint.values import integer, number, show
 
 _TRAIN = "train_batch_size"
@@ -94,9 +93,9 @@ def batch_left_to_program(document: Document, context: Context) -> Findings:
 
 @rule("DSC203", "error")
 def batch_not_positive(document: Document, context: Context) -> Findings:
-    """A batch size is zero or negative.
+    """A batch size is zero, negative or a fraction.
 
-    DeepSpeed asserts positive sizes (runtime/config.py).
+    DeepSpeed asserts positive sizes (runtime/config.py). It multiplies fractions, and the data loader fails later.
 
     Wrong: {"train_micro_batch_size_per_gpu": 0}
     Right: {"train_micro_batch_size_per_gpu": 1}
@@ -104,24 +103,9 @@ def batch_not_positive(document: Document, context: Context) -> Findings:
     """
     for key in _KEYS:
         value = document.number(key)
-        if value is not None and value <= 0:
-            yield finding((key,), f"{show(value)} is not positive (allowed: 1 or more)", "1 or more")
-
-
-@rule("DSC206", "error")
-def batch_fraction(document: Document, context: Context) -> Findings:
-    """A batch size is a fraction.
-
-    DeepSpeed multiplies the sizes without a check (runtime/config.py), and the data loader fails later.
-
-    Wrong: {"train_micro_batch_size_per_gpu": 1.5}
-    Right: {"train_micro_batch_size_per_gpu": 2}
-    Proof: accepts half a sample cannot be loaded
-    """
-    for key in _KEYS:
-        value = document.number(key)
-        if value is not None and value > 0 and value != int(value):
-            yield finding((key,), f"{show(value)} is a fraction (allowed: whole numbers)", show(max(round(value), 1)))
+        if value is not None and (value <= 0 or value != int(value)):
+            what = f"{show(value)} is not a positive whole number (allowed: 1 or more)"
+            yield finding((key,), what, show(max(round(value), 1)))
 
 
 @rule("DSC201", "error")
@@ -147,29 +131,13 @@ def _multiple(size: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-@rule("DSC204", "error")
-def batch_smaller_than_world(document: Document, context: Context) -> Findings:
-    """train_batch_size is smaller than the number of data-parallel ranks.
-
-    The share of a rank is rounded down to zero, which DeepSpeed refuses (runtime/config.py).
-
-    Wrong: {"train_batch_size": 1}
-    Right: {"train_batch_size": 2}
-    Context: {"world_size": 2}
-    Proof: raises has to be greater than 0
-    """
-    sizes, ranks = _sizes(document), _counted_ranks(document, context)
-    if sizes is not None and sizes.train is not None and ranks is not None and sizes.train < ranks:
-        what = f"{sizes.train} is less than the {ranks} data-parallel ranks (allowed: at least one sample a rank)"
-        yield finding((_TRAIN,), what, _multiple(sizes.train, ranks * sizes.product))
-
-
 @rule("DSC200", "error")
 def batch_triangle(document: Document, context: Context) -> Findings:
     """The batch sizes do not fit the number of ranks.
 
     train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size;
-    DeepSpeed asserts it (runtime/config.py).
+    DeepSpeed asserts it (runtime/config.py). The stages of a pipeline work on the same samples, so the data-parallel
+    size is the number of ranks divided by that of the stages (runtime/pipe/engine.py).
 
     Wrong: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     Right: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
@@ -177,51 +145,20 @@ def batch_triangle(document: Document, context: Context) -> Findings:
     Proof: raises Check batch related parameters
     """
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
-    if sizes is None or ranks is None or sizes.train is None or not _mismatch(sizes, ranks):
+    # An indivisible size has a rule of its own.
+    if sizes is None or ranks is None or sizes.train is None or sizes.train % sizes.product:
         return
-    unexplained = sizes.train >= ranks and sizes.train % sizes.product == 0 and not _whole_world(sizes, ranks, context)
-    if unexplained:
-        parts = " x ".join(f"{key} {show(document.get(key))}" for key in _KEYS[1:] if document.get(key) is not None)
-        what = f"{sizes.train} does not fit {parts + ' x ' if parts else ''}{ranks} data-parallel ranks"
-        yield finding((_TRAIN,), what, _fitting(sizes, ranks))
-
-
-def _mismatch(sizes: _Sizes, ranks: int) -> bool:
-    train, unit = sizes.train or 0, sizes.product * ranks
-    return train != unit if sizes.micro is not None and sizes.steps is not None else train % unit != 0
-
-
-def _fitting(sizes: _Sizes, ranks: int) -> str:
-    unit = sizes.product * ranks
-    both = sizes.micro is not None and sizes.steps is not None
-    return f"{unit}, or leave one of the three out" if both else _multiple(sizes.train or 0, unit)
-
-
-def _whole_world(sizes: _Sizes, ranks: int, context: Context) -> bool:
-    """Return True if the batch size was computed with all ranks, although only data-parallel ones count."""
-    return ranks != context.world_size and sizes.train == sizes.product * (context.world_size or 0)
-
-
-@rule("DSC205", "error")
-def batch_counts_pipeline_ranks(document: Document, context: Context) -> Findings:
-    """train_batch_size counts the ranks of all pipeline stages.
-
-    The stages of a pipeline work on the same samples: the data-parallel size is the number of ranks divided by that of
-    the stages (runtime/pipe/engine.py).
-
-    Wrong: {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
-        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
-    Right: {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
-    Context: {"world_size": 2}
-    Proof: raises Check batch related parameters
-    """
-    sizes, ranks = _sizes(document), _counted_ranks(document, context)
-    if sizes is None or ranks is None or not _mismatch(sizes, ranks) or not _whole_world(sizes, ranks, context):
+    unit, complete = sizes.product * ranks, sizes.micro is not None and sizes.steps is not None
+    if (sizes.train == unit) if complete else (sizes.train % unit == 0):
         return
-    what = f"{sizes.train} counts all {context.world_size} ranks, of which only {ranks} are data-parallel"
-    yield finding((_TRAIN,), what, str(sizes.product * ranks))
+    if ranks != context.world_size and sizes.train == sizes.product * (context.world_size or 0):
+        what = f"{sizes.train} counts all {context.world_size} ranks, of which only {ranks} are data-parallel"
+        yield finding((_TRAIN,), what, str(unit))
+        return
+    parts = " x ".join(f"{key} {show(document.get(key))}" for key in _KEYS[1:] if document.get(key) is not None)
+    what = f"{sizes.train} does not fit {parts + ' x ' if parts else ''}{ranks} data-parallel ranks"
+    instead = f"{unit}, or leave one of the three out" if complete else _multiple(sizes.train, unit)
+    yield finding((_TRAIN,), what, instead)
 
 
 @rule("DSC207", "warning")

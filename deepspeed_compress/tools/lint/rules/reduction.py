@@ -2,19 +2,17 @@
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding
+from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, is_pipelined, rule
 from deepspeed_compress.tools.lint.values import AUTO, show
 
 _FORMATS = ("fp16", "bf16", "fp32")
-_OPERATIONS = ("mean", "sum")
 _OP = "gradient_allreduce_op"
 _FACTOR = "gradient_predivide_factor"
 
 
 @rule("DSC320", "error")
-def prescale_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """prescale_gradients is true with stage 2 or 3 and reduce_scatter.
+def scaling_with_reduce_scatter(document: Document, context: Context) -> Findings:
+    """prescale_gradients or gradient_predivide_factor is given with stage 2 or 3 and reduce_scatter.
 
     Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
 
@@ -24,27 +22,14 @@ def prescale_with_reduce_scatter(document: Document, context: Context) -> Findin
         "zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true}
     Proof: raises pre-scale gradients is not yet supported
     """
-    if document.get("prescale_gradients") is True and document.scatters:
-        what = f"true is not supported with reduce_scatter and stage {document.stage} (allowed: false)"
-        yield finding(("prescale_gradients",), what, 'false, or "reduce_scatter": false')
-
-
-@rule("DSC321", "error")
-def predivide_with_reduce_scatter(document: Document, context: Context) -> Findings:
-    """gradient_predivide_factor is given with stage 2 or 3 and reduce_scatter.
-
-    Asserted by the optimizers of ZeRO (runtime/zero/stage_1_and_2.py, stage3.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "gradient_predivide_factor": 1.0}
-    Proof: raises gradient_predivide_factor != 1.0 is not yet supported
-    """
-    factor = document.number(_FACTOR)
-    if factor is not None and factor not in (0, 1) and document.scatters:
-        what = f"{show(factor)} is not supported with reduce_scatter and stage {document.stage} (allowed: 1.0)"
-        yield finding((_FACTOR,), what, '1.0, or "reduce_scatter": false')
+    is_set = {
+        "prescale_gradients": document.get("prescale_gradients") is True,
+        _FACTOR: document.number(_FACTOR) not in (None, 0, 1),
+    }
+    for key, neutral in (("prescale_gradients", "false"), (_FACTOR, "1.0")):
+        if is_set[key] and document.scatters:
+            what = f"{show(document.get(key))} is not supported with reduce_scatter and stage {document.stage}"
+            yield finding((key,), f"{what} (allowed: {neutral})", f'{neutral}, or "reduce_scatter": false')
 
 
 @rule("DSC322", "error")
@@ -61,45 +46,9 @@ def predivide_by_zero(document: Document, context: Context) -> Findings:
         yield finding((_FACTOR,), "0 causes a division of gradients by zero (allowed: other numbers)", "1.0")
 
 
-@rule("DSC323", "warning")
-def predivide_with_prescale(document: Document, context: Context) -> Findings:
-    """gradient_predivide_factor has no effect with prescale_gradients.
-
-    The factor is read only if gradients are scaled after the reduction (allreduce_bucket, runtime/engine.py).
-
-    Wrong: {"train_batch_size": 8, "prescale_gradients": true, "gradient_predivide_factor": 2.0}
-    Right: {"train_batch_size": 8, "prescale_gradients": true}
-    Proof: accepts the factor has no effect
-    """
-    factor = document.number(_FACTOR)
-    if factor is not None and factor not in (0, 1) and document.get("prescale_gradients") is True:
-        what = f"{show(factor)} has no effect with prescale_gradients, which divides by the number of ranks"
-        yield finding((_FACTOR,), what, '1.0, or "prescale_gradients": false')
-
-
-@rule("DSC324", "error")
-def allreduce_op_unknown(document: Document, context: Context) -> Findings:
-    """gradient_allreduce_op is neither mean nor sum.
-
-    Checked when the configuration is read (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "gradient_allreduce_op": "avg"}
-    Right: {"train_batch_size": 8, "gradient_allreduce_op": "mean"}
-    Proof: raises Invalid gradient_allreduce_op
-    """
-    value = document.get(_OP, default="mean")
-    if value != AUTO and not (isinstance(value, str) and value.lower() in _OPERATIONS):
-        yield finding((_OP,), f"{show(value)} is not known (allowed: mean, sum)", '"mean" or "sum"')
-
-
-def _sums(document: Document) -> bool:
-    """Return True if gradients are to be summed."""
-    return document.string(_OP).lower() == "sum"
-
-
 @rule("DSC325", "error")
-def sum_with_stage_3(document: Document, context: Context) -> Findings:
-    """gradient_allreduce_op is sum with stage 3.
+def sum_not_supported(document: Document, context: Context) -> Findings:
+    """gradient_allreduce_op is sum with stage 3 or DeepCompile.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -109,40 +58,10 @@ def sum_with_stage_3(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}, "gradient_allreduce_op": "sum"}
     Proof: raises is not supported with ZeRO stage 3
     """
-    if _sums(document) and document.stage == 3:
-        yield finding((_OP,), '"sum" is not supported with stage 3 (allowed: mean)', '"mean", or stage 0 to 2')
-
-
-@rule("DSC326", "error")
-def sum_with_zenflow(document: Document, context: Context) -> Findings:
-    """gradient_allreduce_op is sum with ZenFlow.
-
-    Checked when the configuration is read (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}},
-        "gradient_allreduce_op": "sum"}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
-    Proof: raises is not supported with ZenFlow
-    """
-    if _sums(document) and document.zenflow and document.stage != 3:
-        yield finding((_OP,), '"sum" is not supported with ZenFlow (allowed: mean)', '"mean"')
-
-
-@rule("DSC327", "error")
-def sum_with_deepcompile(document: Document, context: Context) -> Findings:
-    """gradient_allreduce_op is sum with DeepCompile.
-
-    Checked when the configuration is read (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "gradient_allreduce_op": "sum", "compile": {"deepcompile": true}}
-    Right: {"train_batch_size": 8, "gradient_allreduce_op": "mean", "compile": {"deepcompile": true}}
-    Proof: raises is not supported with DeepCompile
-    """
-    alone = document.stage != 3 and not document.zenflow
-    if _sums(document) and document.is_true("compile", "deepcompile") and alone:
-        yield finding((_OP,), '"sum" is not supported with DeepCompile (allowed: mean)', '"mean"')
+    compiled = document.is_true("compile", "deepcompile")
+    if document.string(_OP).lower() == "sum" and (document.stage == 3 or compiled):
+        other = "stage 3" if document.stage == 3 else "DeepCompile"
+        yield finding((_OP,), f'"sum" is not supported with {other} (allowed: mean)', '"mean"')
 
 
 @rule("DSC328", "error")
@@ -183,40 +102,13 @@ def fp16_communication_of_bf16(document: Document, context: Context) -> Findings
         yield finding(("communication_data_type",), what, '"bf16" or "fp32"')
 
 
-def _no_norm(document: Document) -> bool:
-    return document.truth(ZERO, "compute_grad_norm", default=True) is False
-
-
-_NORM = (ZERO, "compute_grad_norm")
-
-
 @rule("DSC330", "error")
-def no_grad_norm_stage(document: Document, context: Context) -> Findings:
-    """compute_grad_norm is false with a stage other than 1 and 2.
+def no_grad_norm(document: Document, context: Context) -> Findings:
+    """compute_grad_norm is false where DeepSpeed needs the norm.
 
-    Checked when the configuration is read (runtime/zero/config.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "compute_grad_norm": false}, "gradient_clipping": 0}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "compute_grad_norm": false}, "gradient_clipping": 0}
-    Proof: raises supported only with ZeRO Stage 1 or 2
-    """
-    if _no_norm(document) and document.stage in (0, 3):
-        what = f"false is refused with stage {document.stage} (allowed: with stages 1 and 2)"
-        yield finding(_NORM, what, "true, or stage 1 or 2")
-
-
-def _norm_with_others(document: Document) -> bool:
-    """Return True if the norm is left out with a stage that allows it."""
-    return _no_norm(document) and document.stage in (1, 2)
-
-
-@rule("DSC331", "error")
-def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings:
-    """compute_grad_norm is false while gradients are clipped.
-
-    gradient_clipping is 1.0 by default (runtime/constants.py), so it must be set to 0 (runtime/zero/stage_1_and_2.py).
+    It needs the norm with stages 0 and 3 (runtime/zero/config.py), with offload_optimizer, for clipping, which is to a
+    norm of 1.0 by default (runtime/zero/stage_1_and_2.py), and in BF16_Optimizer, which bf16 with stage 1 and
+    accumulation in fp32 chooses (runtime/engine.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 2, "compute_grad_norm": false}}
@@ -225,58 +117,24 @@ def no_grad_norm_with_clipping(document: Document, context: Context) -> Findings
     Proof: raises requires gradient_clipping=0
     """
     clipping = document.number("gradient_clipping", default=1.0)
-    if _norm_with_others(document) and clipping is not None and clipping > 0 and not document.chooses_bf16_optimizer:
-        given = "" if document.has("gradient_clipping") else ", its default"
-        what = f"false needs gradient_clipping 0, and it is {show(clipping)}{given}"
-        yield finding(_NORM, what, '"gradient_clipping": 0 as well, or true')
+    given = "" if document.has("gradient_clipping") else ", its default"
+    reasons = {
+        f"stage {document.stage} (allowed: 1, 2)": document.stage in (0, 3),
+        "bf16, stage 1 and accumulation in fp32 (allowed: stage 2)": document.chooses_bf16_optimizer,
+        "offload_optimizer": bool(document.offload("offload_optimizer")),
+        f"gradient_clipping {show(clipping)}{given} (allowed: 0)": clipping is not None and clipping > 0,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason is not None and document.truth(*_NORM, default=True) is False and document.stage is not None:
+        yield finding(_NORM, f"false is refused with {reason}", "true, or change the other setting")
 
 
-@rule("DSC332", "error")
-def no_grad_norm_bf16_optimizer(document: Document, context: Context) -> Findings:
-    """compute_grad_norm is false with bf16, stage 1 and accumulation in fp32.
-
-    This combination chooses BF16_Optimizer, which needs the norm (runtime/engine.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 1, "compute_grad_norm": false}, "gradient_clipping": 0,
-        "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "compute_grad_norm": false}, "gradient_clipping": 0,
-        "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
-    Proof: raises does not support ZeRO Stage 1 with BF16
-    """
-    if _norm_with_others(document) and document.chooses_bf16_optimizer:
-        what = "false is refused with bf16, stage 1 and accumulation in fp32"
-        yield finding(_NORM, what, "true, or stage 2")
-
-
-@rule("DSC333", "error")
-def no_grad_norm_with_offload(document: Document, context: Context) -> Findings:
-    """compute_grad_norm is false with offload_optimizer.
-
-    The offloading optimizer uses the norm (runtime/zero/stage_1_and_2.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "compute_grad_norm": false, "offload_optimizer": {"device": "cpu"}},
-        "gradient_clipping": 0}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": 0}
-    Proof: raises does not support optimizer offload
-    """
-    if _norm_with_others(document) and document.offload("offload_optimizer"):
-        yield finding(_NORM, "false is refused with offload_optimizer", "true")
-
-
-def _managed(document: Document) -> bool:
-    return document.get("managed_gradient_accumulation", default=True) is not False
-
-
-_MANAGED = ("managed_gradient_accumulation",)
+_NORM = (ZERO, "compute_grad_norm")
 
 
 @rule("DSC334", "error")
-def unmanaged_with_overlap(document: Document, context: Context) -> Findings:
-    """managed_gradient_accumulation is false with overlap_comm below stage 2.
+def unmanaged_accumulation(document: Document, context: Context) -> Findings:
+    """managed_gradient_accumulation is false with overlap_comm below stage 2, DeepCompile, or a pipeline.
 
     Asserted by the engine (runtime/engine.py).
 
@@ -286,23 +144,14 @@ def unmanaged_with_overlap(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2, "overlap_comm": true}, "managed_gradient_accumulation": false}
     Proof: raises supports ZeRO overlap_comm only with ZeRO stage 2
     """
-    if not _managed(document) and document.is_true(ZERO, "overlap_comm") and document.stage in (0, 1):
-        what = "false is refused with overlap_comm below stage 2"
-        yield finding(_MANAGED, what, 'true, or "overlap_comm": false')
-
-
-@rule("DSC335", "error")
-def unmanaged_with_deepcompile(document: Document, context: Context) -> Findings:
-    """managed_gradient_accumulation is false with DeepCompile.
-
-    Asserted by the engine (runtime/engine.py).
-
-    Wrong: {"train_batch_size": 8, "managed_gradient_accumulation": false, "compile": {"deepcompile": true}}
-    Right: {"train_batch_size": 8, "compile": {"deepcompile": true}}
-    Proof: raises is not supported with DeepCompile
-    """
-    if not _managed(document) and document.is_true("compile", "deepcompile"):
-        yield finding(_MANAGED, "false is refused with DeepCompile", "true")
+    others = {
+        "overlap_comm below stage 2": document.is_true(ZERO, "overlap_comm") and document.stage in (0, 1),
+        "DeepCompile": document.is_true("compile", "deepcompile"),
+        "a pipeline": is_pipelined(document, context),
+    }
+    managed = document.get("managed_gradient_accumulation", default=True) is not False
+    for other in (name for name, is_used in others.items() if is_used and not managed):
+        yield finding(("managed_gradient_accumulation",), f"false is refused with {other}", "true")
 
 
 @rule("DSC336", "warning")
@@ -322,22 +171,3 @@ def quantized_communication_without_stage_3(document: Document, context: Context
             ours = 'the section "deepspeed_compress", which compresses with every stage'
             what = f"true has no effect with stage {document.stage} (useful: with stage 3)"
             yield finding((ZERO, key), what, ours if key == "zero_quantized_gradients" else "stage 3, or false")
-
-
-@rule("DSC337", "warning")
-def quantized_gradients_on_one_node(document: Document, context: Context) -> Findings:
-    """zero_quantized_gradients is true on a single node.
-
-    The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves only traffic between nodes.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "bf16": {"enabled": true}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}
-    Context: {"world_size": 2, "ranks_per_node": 2}
-    Proof: unproved its kernels are for GPUs
-    """
-    nodes = context.world_size is not None and context.world_size == context.ranks_per_node
-    if document.is_true(ZERO, "zero_quantized_gradients") and document.stage == 3 and nodes:
-        what = "true quantizes twice to save traffic between nodes, and there is only one node (useful: with several)"
-        yield finding((ZERO, "zero_quantized_gradients"), what, "false")

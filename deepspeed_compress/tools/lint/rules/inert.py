@@ -1,12 +1,23 @@
-"""Rules on former keys of DeepSpeed. Removed keys are refused; deprecated ones are converted or ignored."""
+"""Rules on keys without effect, and on former keys of DeepSpeed, which are refused, converted or ignored."""
+
+from collections.abc import Mapping
 
 from deepspeed_compress.diagnostics import Fix, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
-from deepspeed_compress.tools.lint.keys import Key, keys, known_values
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ONE_BIT, ZERO, corrected, finding, key_finding
-from deepspeed_compress.tools.lint.values import show
+from deepspeed_compress.tools.lint.keys import Key, closest, keys, known_values
+from deepspeed_compress.tools.lint.rule import (
+    ONE_BIT,
+    ZERO,
+    Context,
+    Findings,
+    corrected,
+    finding,
+    hugging_face,
+    key_finding,
+    rule,
+)
+from deepspeed_compress.tools.lint.values import show, truth
 
 
 def _off(value: object) -> bool:
@@ -14,21 +25,31 @@ def _off(value: object) -> bool:
     return value is False or value is None or (isinstance(value, dict) and value.get("enabled") is False)
 
 
-def _without(document: Document, *path: str) -> Fix | None:
-    """Return a fix that removes a key without effect. It is unsafe if the key asks for something."""
-    return fix(f'Remove "{path[-1]}"', remove(document, path), safe=_off(document.get(*path)))
-
-
-def _removed(document: Document, instead: str, *keys: str) -> Findings:
-    for key in keys:
-        if document.has(key):
-            what = f'"{key}" was removed from DeepSpeed, which refuses it even if it is disabled'
-            yield key_finding((key,), what, instead, _without(document, key))
+_NOTHING = "nothing: remove the key"
+_HPZ = '"zero_hpz_partition_size" for weights that are partitioned inside a node'
+_OURS = '"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}, whose default has error feedback'
+_REMOVED: Mapping[tuple[str, ...], str] = {
+    ("elasticity",): "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps instead",
+    ("compression_training",): f"{_NOTHING}, and quantize with another library",
+    ("quantize_training",): f"{_NOTHING}, and quantize with another library",
+    ("eigenvalue",): _NOTHING,
+    ("sparse_gradients",): '"deepspeed_compress": {"gradients": {"method": "topk"}}, or nothing',
+    ("amp",): '"bf16": {"enabled": true}, "fp16" or "torch_autocast" instead',
+    ("curriculum_learning",): "it inside data_efficiency.data_sampling",
+    ("nebula",): _NOTHING,
+    ("sparse_attention",): _NOTHING,
+    ("graph_harvesting",): _NOTHING,
+    ("progressive_layer_drop",): _NOTHING,
+    (ZERO, "zeropp_loco_param"): _OURS,
+    (ZERO, "mics_shard_size"): _HPZ,
+    (ZERO, "mics_hierarchical_params_gather"): _HPZ,
+}
+"""Keys that DeepSpeed refuses, with what to write instead."""
 
 
 @rule("DSC110", "error")
-def removed_elasticity(document: Document, context: Context) -> Findings:
-    """Elastic training was removed.
+def removed_feature(document: Document, context: Context) -> Findings:
+    """The feature of this key was removed; the section deepspeed_compress replaces sparse gradients and LoCo.
 
     DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
 
@@ -36,115 +57,11 @@ def removed_elasticity(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8}
     Proof: raises Elastic training has been removed
     """
-    instead = "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps instead"
-    return _removed(document, instead, "elasticity")
-
-
-@rule("DSC111", "error")
-def removed_compression_training(document: Document, context: Context) -> Findings:
-    """Training of compressed models (compression_training) was removed.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8,
-        "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": false}}}}
-    Right: {"train_batch_size": 8}
-    Proof: raises compression library has been removed
-    """
-    instead = "nothing: remove the key, and quantize with another library"
-    return _removed(document, instead, "compression_training", "quantize_training", "eigenvalue")
-
-
-@rule("DSC112", "error")
-def removed_sparse_gradients(document: Document, context: Context) -> Findings:
-    """sparse_gradients was removed; the section deepspeed_compress sends sparse gradients.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "sparse_gradients": true}
-    Right: {"train_batch_size": 8}
-    Proof: raises Sparse compression of dense
-    """
-    instead = '"deepspeed_compress": {"gradients": {"method": "topk"}}, or nothing'
-    return _removed(document, instead, "sparse_gradients")
-
-
-@rule("DSC113", "error")
-def removed_amp(document: Document, context: Context) -> Findings:
-    """Apex amp was removed.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "amp": {"enabled": false}}
-    Right: {"train_batch_size": 8}
-    Proof: raises Apex AMP integration has been removed
-    """
-    return _removed(document, '"bf16": {"enabled": true}, "fp16" or "torch_autocast" instead', "amp")
-
-
-@rule("DSC114", "error")
-def removed_curriculum(document: Document, context: Context) -> Findings:
-    """The outermost curriculum_learning was removed.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "curriculum_learning": {"enabled": false}}
-    Right: {"train_batch_size": 8}
-    Proof: raises Legacy top-level 'curriculum_learning'
-    """
-    return _removed(document, "it inside data_efficiency.data_sampling", "curriculum_learning")
-
-
-@rule("DSC115", "error")
-def removed_key(document: Document, context: Context) -> Findings:
-    """The feature of this key was removed.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "progressive_layer_drop": {"enabled": false}}
-    Right: {"train_batch_size": 8}
-    Proof: raises Progressive Layer Dropping has been removed
-    """
-    keys = ("nebula", "sparse_attention", "graph_harvesting", "progressive_layer_drop")
-    return _removed(document, "nothing: remove the key", *keys)
-
-
-@rule("DSC116", "error")
-def removed_loco(document: Document, context: Context) -> Findings:
-    r"""LoCo was removed from ZeRO++; the section deepspeed_compress has error feedback for every stage.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
-    Proof: raises LoCo-Zero\+\+ has been removed
-    """
-    path = (ZERO, "zeropp_loco_param")
-    if document.has(*path):
-        what = '"zeropp_loco_param" was removed: ZeRO++ has no error feedback any more'
-        ours = '"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}'
-        yield key_finding(path, what, f"{ours}, whose default has error feedback", _without(document, *path))
-
-
-@rule("DSC117", "error")
-def removed_mics(document: Document, context: Context) -> Findings:
-    """MiCS was removed.
-
-    DeepSpeed 0.19 refuses the key wherever it occurs, even if it is disabled (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "mics_shard_size": 4}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}}
-    Proof: raises MiCS ZeRO-3 sharding has been removed
-    """
-    for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
-        if document.has(ZERO, key):
-            what = f'"{key}" was removed with MiCS'
-            instead = '"zero_hpz_partition_size" for weights that are partitioned inside a node'
-            yield key_finding((ZERO, key), what, instead, _without(document, ZERO, key))
+    for path, instead in _REMOVED.items():
+        if document.has(*path):
+            what = f'"{path[-1]}" was removed from DeepSpeed, which refuses it even if it is disabled'
+            correction = fix(f'Remove "{path[-1]}"', remove(document, path), safe=_off(document.get(*path)))
+            yield key_finding(path, what, instead, correction)
 
 
 @rule("DSC118", "error")
@@ -275,19 +192,92 @@ def legacy_stage_1(document: Document, context: Context) -> Findings:
         yield finding(path, what, "false", fix("Remove it", remove(document, path)))
 
 
-@rule("DSC124", "warning")
-def elastic_checkpoint_stage_3(document: Document, context: Context) -> Findings:
-    """elastic_checkpoint has no effect with stage 3.
+_OPTIONAL = (
+    "fp16",
+    "bf16",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "flops_profiler",
+    "torch_autocast",
+    "hybrid_engine",
+    "autotuning",
+    "data_efficiency",
+    "expert_parallel",
+)
+"""Sections without effect unless "enabled" is true."""
 
-    Universal checkpoints replace it (runtime/zero/config.py); loading such a checkpoint fails.
 
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "elastic_checkpoint": true}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}}
-    Proof: warns ZeRO-3 elastic checkpointing is deprecated
+@rule("DSC800", "warning")
+def section_not_enabled(document: Document, context: Context) -> Findings:
+    """A section has settings but not "enabled".
+
+    These sections are off by default (runtime/precision_config.py, monitor/config.py, profiling/config.py), and their
+    other settings do not turn them on.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"check_grad_overflow": false}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true, "check_grad_overflow": false}}
+    Proof: accepts the section has no effect
     """
-    if document.is_true(ZERO, "elastic_checkpoint") and document.get(ZERO, "stage") == 3:
-        what = "true is no longer supported with stage 3 (allowed: false)"
-        instead = '"checkpoint": {"load_universal": true} for another number of ranks'
-        yield finding((ZERO, "elastic_checkpoint"), what, instead)
+    for part in _OPTIONAL:
+        settings = document.section(part)
+        # A misspelled "enabled" has its own finding.
+        if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
+            what = f'{part} is off without "enabled", and its other settings have no effect'
+            yield key_finding((part,), what, '"enabled": true as well')
+
+
+@rule("DSC801", "warning")
+def comms_logger_present(document: Document, context: Context) -> Findings:
+    """comms_logger logs although it is not enabled.
+
+    DeepSpeed only checks whether the section exists (comm/config.py).
+
+    Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": false}}
+    Right: {"train_batch_size": 8, "comms_logger": {"enabled": true}}
+    Proof: accepts every collective is logged, which slows training
+    """
+    if truth(document.section("comms_logger").get("enabled", False)) is False and document.has("comms_logger"):
+        what = "the section itself turns the logger on, even if enabled is false or missing"
+        correction = fix("Remove the section", remove(document, ("comms_logger",)))
+        yield key_finding(("comms_logger",), what, "nothing: remove the section to turn it off", correction)
+
+
+_INERT: tuple[tuple[Path, str], ...] = (
+    (("disable_allgather",), "nothing: remove the key"),
+    (("pipeline", "stages"), "num_stages of PipelineModule, in the program"),
+    (("pipeline", "partition"), "partition_method of PipelineModule, in the program"),
+    (("pipeline", "seed_layers"), "seed_layers of PipelineModule, in the program"),
+)
+
+
+@rule("DSC803", "warning")
+def inert_key(document: Document, context: Context) -> Findings:
+    """DeepSpeed reads a key but never uses it.
+
+    The key is a leftover of former versions (runtime/config.py).
+
+    Wrong: {"train_batch_size": 8, "disable_allgather": true}
+    Right: {"train_batch_size": 8}
+    Proof: accepts the key has no effect
+    """
+    for path, instead in _INERT:
+        # Hugging Face does not read this section at all, which another rule reports.
+        if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
+            yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never uses it', instead)
+
+
+@rule("DSC817", "error")
+def steps_per_print_zero(document: Document, context: Context) -> Findings:
+    """steps_per_print is 0.
+
+    DeepSpeed divides the number of the step by it (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 0}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "steps_per_print": 10}
+    Proof: accepts the first step ends with ZeroDivisionError
+    """
+    if document.integer("steps_per_print") == 0:
+        what = "0 causes a division by zero at the first step (allowed: 1 or more)"
+        yield finding(("steps_per_print",), what, "null for no prints")
