@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed_compress.training.export import read_tokenizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -47,7 +48,6 @@ from deepspeed_compress.training.data import (
     text_files,
     train_tokenizer,
 )
-from deepspeed_compress.training.export import read_tokenizer
 
 SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
 """Default sizes of the model, if --from-hf is not given."""

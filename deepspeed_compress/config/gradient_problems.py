@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.methods import MethodConfig, Model
+from deepspeed_compress.config.methods import Model
 from deepspeed_compress.config.models import SECTION, CompressConfig
 from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import (
@@ -21,7 +21,6 @@ from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import (
     BlockTopKConfig,
     DensityWarmUp,
-    LargestConfig,
     RandomKConfig,
     SparseConfig,
 )
@@ -158,15 +157,6 @@ def density(configuration: Configuration) -> Iterator[Diagnostic]:
             yield notice((*path, "density_warmup_steps"), f"{what} (allowed: 0)", f"0, or more than {dense}")
 
 
-def unused_block_size(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find block sizes of methods that select values of whole messages."""
-    default = LargestConfig.model_fields["block_size"].default
-    for path, method in _sparse_places(configuration.section):
-        if isinstance(method, LargestConfig) and method.scope != "block" and method.block_size != default:
-            what = f'{method.block_size} has no effect with scope "{method.scope}" (allowed: {default})'
-            yield notice((*path, "block_size"), what, 'nothing: remove the key, or "scope": "block"')
-
-
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
 """Methods that lose most of the gradient without error feedback."""
 
@@ -210,26 +200,3 @@ def overrides(configuration: Configuration) -> Iterator[Diagnostic]:
             what = "true has no effect with every: 1, which sends in each step (allowed: false)"
             yield notice((*path, "spread"), what, 'false, or "every" above 1')
         seen.add(pattern)
-
-
-def unused_seed(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find a seed that no setting uses."""
-    seed = configuration.section.seed
-    if seed and not any(map(_draws_random_numbers, _parts(configuration.section))):
-        what = f"{seed} has no effect, because no setting uses random numbers (allowed: 0)"
-        yield notice(("seed",), what, '0, or "rounding": "stochastic"')
-
-
-def _draws_random_numbers(part: object) -> bool:
-    return part.draws_random_numbers if isinstance(part, MethodConfig) else isinstance(part, PowerSGDGradients)
-
-
-def _parts(node: object) -> Iterator[object]:
-    """Yield `node` and every model inside it."""
-    if isinstance(node, Model):
-        yield node
-        for name in type(node).model_fields:
-            yield from _parts(getattr(node, name))
-    elif isinstance(node, tuple):
-        for item in node:
-            yield from _parts(item)

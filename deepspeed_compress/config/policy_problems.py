@@ -242,10 +242,3 @@ def idle_policy(configuration: Configuration) -> Iterator[Diagnostic]:
     if section.adaptive is not None and section.islands is not None and section.islands.size == 1:
         what = "has no effect in islands of size 1, which send neither gradients nor weights (allowed: null)"
         yield notice(("adaptive",), what, "null, or larger islands")
-    if schedule.total_steps is not None and not schedule.phases:
-        what = f"{schedule.total_steps} has no effect without phases (allowed: null)"
-        yield notice(("schedule", "total_steps"), what, "null, or phases")
-    if schedule.ramp is not None and schedule.ramp.stages is not None:
-        for key in sorted({"shape", "start"} & schedule.ramp.model_fields_set):
-            what = f"{show(getattr(schedule.ramp, key))} has no effect together with stages"
-            yield notice(("schedule", "ramp", key), what, 'nothing: remove the key, or remove "stages"')

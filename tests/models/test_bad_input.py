@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from deepspeed_compress.config import SECTION, expand, parse_section
 from deepspeed_compress.errors import CompressError, ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_model, build_parallel, check_layout, read_model_config
-from deepspeed_compress.models.gpt import build_skeleton
-from deepspeed_compress.models.sources import open_source
+from deepspeed_compress.models.sources import build_skeleton, open_source
 from deepspeed_compress.training.options import parse_options
 from deepspeed_compress.training.ranks import Ranks
 from deepspeed_compress.training.setup import read_run_config

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_compress.models import Layout, build_model, build_parallel, read_model_config
-from deepspeed_compress.models.gpt import build_skeleton
-from deepspeed_compress.models.sources import fill, open_source
+from deepspeed_compress.models.sources import build_skeleton, fill, open_source
 from tests.models.families import MODELS, save_model
 from tests.models.runs import SEED
 from tests.support.forks import run_forks
