@@ -6,8 +6,8 @@ would have to change, such as text after an unquoted string; `fix` then returns 
 
 import difflib
 import re
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,8 +16,8 @@ from deepspeed_compress.tools.lint.document import Document, Member, Node
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.values import match, to_json
 
-MAX_ROUNDS = 100
-"""Maximum number of rounds. A fix may reveal another finding; more rounds than this indicate a defect in a rule."""
+MAX_FIXES = 200
+"""Maximum number of fixes of a file. A fix may reveal another finding; more than this indicate a defect in a rule."""
 Edits = tuple[Edit, ...]
 
 _COMMA = re.compile(r"(?>[ \t\n\r]|#[^\n\r]*|//[^\n\r]*|/\*(?s:.*?)\*/)*+,")
@@ -130,26 +130,17 @@ class Fixed:
 
 
 def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]], unsafe: bool = False) -> Fixed:
-    """Apply the possible fixes in rounds. Fixes that touch the same characters are applied in different rounds."""
+    """Apply the possible fixes one after the other, because each may change what is found and where."""
     count, remaining = 0, tuple(lint(document))
-    for _ in range(MAX_ROUNDS if document.fixable else 0):
-        better = next(_improved(document, remaining, unsafe), None)
+    while document.fixable and count < MAX_FIXES:
+        fixes = [one.fix for one in remaining if one.fix is not None and (one.fix.safe or unsafe)]
+        texts = (edited(document.text, one.edits) for one in fixes)
+        changed = (parse(text, document.path) for text in texts if text != document.text)
+        better = next((after for after in changed if _is_sound(document, after)), None)
         if better is None:
             break
-        document, done = better
-        count, remaining = count + done, tuple(lint(document))
+        document, count, remaining = better, count + 1, tuple(lint(better))
     return Fixed(document, count, remaining)
-
-
-def _improved(document: Document, found: Iterable[Diagnostic], unsafe: bool) -> Iterator[tuple[Document, int]]:
-    """Yield the document after as many fixes as are compatible, then after each single fix that breaks nothing."""
-    fixes = [one.fix for one in found if one.fix is not None and (one.fix.safe or unsafe)]
-    together = _compatible(fixes)
-    for chosen in (together, *([single] for single in fixes[:MAX_ROUNDS])):
-        text = edited(document.text, (edit for one in chosen for edit in one.edits))
-        after = parse(text, document.path)
-        if text != document.text and _is_sound(document, after):
-            yield after, len(chosen)
 
 
 def _is_sound(before: Document, after: Document) -> bool:
@@ -158,18 +149,6 @@ def _is_sound(before: Document, after: Document) -> bool:
     Two fixes may each be right, yet rename two keys to the same one if both are applied.
     """
     return len(after.problems) <= len(before.problems) and after.duplicates <= before.duplicates
-
-
-def _compatible(fixes: Iterable[Fix]) -> list[Fix]:
-    """Return fixes that touch no character, and no position between characters, that an earlier one touches."""
-    chosen: list[Fix] = []
-    taken: list[Span] = []  # in the order of the text, none of them touching another
-    for one in fixes:
-        if not any(touches(edit.span, taken) for edit in one.edits):
-            chosen.append(one)
-            for edit in one.edits:
-                insort(taken, edit.span, key=lambda span: (span.start, span.end))
-    return chosen
 
 
 def touches(one: Span, others: Sequence[Span]) -> bool:

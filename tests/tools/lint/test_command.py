@@ -197,7 +197,7 @@ def test_options_that_describe_the_run(lint: Run, monkeypatch: pytest.MonkeyPatc
     options = "--world-size 8 --ranks-per-node 4 --framework hf --model model"
     lint(*options.split())
     lint()
-    save("deepspeed_config:\n  zero_stage: 2\nnum_processes: 16\n", "a.yaml")
+    save("deepspeed_config:\n  deepspeed_config_file: ds_config.json\nnum_processes: 16\n", "a.yaml")
     lint("a.yaml", "--world-size", "2")
     assert seen == [
         Context(8, 4, "hf", {"hidden_size": 8}),
@@ -245,11 +245,13 @@ def test_auto_reveals_the_framework(
 def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
     for name in ("ds_config_1.json", "ds_config_2.json", "ds_config_3.json"):
         save(AUTO, name)
-    save("deepspeed_config: {}", "a.yaml")
+    save("{}", "other.json")
+    save("deepspeed_config: {deepspeed_config_file: other.json}", "a.yaml")
     assert lint("--ignore", "ALL")[2].splitlines() == [
         'ds-compress: note: ds_config_1.json and 2 more files: checked for hf, because of "auto" values or the file '
         "that names it; --framework overrides this",
-        "ds-compress: note: a.yaml: checked for accelerate, because of keys of Accelerate; --framework overrides this",
+        "ds-compress: note: other.json: checked for accelerate, because of the file of Accelerate that names it; "
+        "--framework overrides this",
     ]
 
 
@@ -337,7 +339,8 @@ def test_no_key_is_missing_after_a_syntax_error() -> None:
         assert [finding.code for finding in found] == codes
 
 
-def test_rule(lint: Run) -> None:
+def test_rule(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "RULES", RULES)
     first = RULES[0]
     code, out, _ = lint(first.code, name="rule")
     assert code == 0

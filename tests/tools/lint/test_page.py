@@ -71,7 +71,7 @@ def test_the_commands_run(
     for name in ("ds_config.json", "configs/ds_config.json", "default_config.yaml", "zero2.yaml"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 0}}')
-    Path("default_config.yaml").write_text("deepspeed_config: {zero_stage: 2}")
+    Path("default_config.yaml").write_text("deepspeed_config: {deepspeed_config_file: of_trainer.json}")
     Path("train.yaml").write_text("deepspeed: of_trainer.json")
     batch = '"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"'
     Path("of_trainer.json").write_text(f'{{"zero_optimization": {{"stage": 2}}, "gradient_clipping": "auto", {batch}}}')
@@ -92,7 +92,6 @@ def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "ds_zero2.hjson": "",
         "deepspeed_config_1.json": '{"bf16": {}}',
         **dict.fromkeys(("zero2.json", "a/zero3.json", "a/stage2.json", "any.json"), '{"zero_optimization": {}}'),
-        "accelerate_config.yaml": "deepspeed_config: {}",
         "z.yml": "zero_optimization: {}",
     }.items():
         Path(name).parent.mkdir(exist_ok=True)

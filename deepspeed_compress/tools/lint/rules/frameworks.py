@@ -151,7 +151,7 @@ def hf_no_clipping(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: accepts gradients are clipped by DeepSpeed's default, whatever the arguments say
     """
-    if hugging_face(context) and document.origin is None and not document.has("gradient_clipping"):
+    if hugging_face(context) and not document.has("gradient_clipping"):
         what = "without gradient_clipping DeepSpeed's default clips, whatever max_grad_norm and clip_grad_norm_ say"
         value: object = AUTO if context.framework == "hf" else 1.0
         remark = ", which is max_grad_norm" if value == AUTO else _WITH_ACCELERATE
