@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed_compress.training.export import read_tokenizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -48,6 +47,7 @@ from deepspeed_compress.training.data import (
     text_files,
     train_tokenizer,
 )
+from deepspeed_compress.training.main import read_tokenizer
 
 SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
 """Default sizes of the model, if --from-hf is not given."""

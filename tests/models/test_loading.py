@@ -56,18 +56,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes -= size
 
 
-def test_live_bytes_drop_when_tensors_are_freed() -> None:
-    with LiveBytes() as alive:
-        kept = torch.zeros(100)
-        dropped = kept + 1
-        view = dropped[:3]
-        assert alive.bytes == 800
-        del dropped
-        assert alive.bytes == 800
-        del view
-        assert (alive.bytes, alive.peak) == (400, 800)
-
-
 @dataclass(frozen=True)
 class Loaded:
     """Bytes of a rank's shard, live bytes after loading, and peak live bytes."""

@@ -1,6 +1,6 @@
 """Exclusive use of a checkpoint directory by one job, one start of the job, and one engine, for all ranks.
 
-See `file_locks.hold` for the job, and `CheckpointDirectory.claim` for its start.
+See `safe_files.hold` for the job, and `CheckpointDirectory.claim` for its start.
 """
 
 from collections.abc import Callable

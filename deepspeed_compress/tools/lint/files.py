@@ -33,7 +33,7 @@ _KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compr
 _MARKED = re.compile("|".join(_KEYS).encode())
 _ACCELERATE = "deepspeed_config"
 """Section of Accelerate's configuration with settings of DeepSpeed, or the name of its configuration."""
-_MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_KEYS, 'deepspeed_config'))})[\"']?[ \t]*:".encode(), re.MULTILINE)
+_MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_KEYS, _ACCELERATE))})[\"']?[ \t]*:".encode(), re.MULTILINE)
 
 _NAMING = ("deepspeed", "accelerate_config")
 """Keys of LLaMA-Factory, ms-swift, axolotl and TRL that name a configuration of DeepSpeed or Accelerate."""

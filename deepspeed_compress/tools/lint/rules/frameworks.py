@@ -97,6 +97,25 @@ def hf_fixed_value(document: Document, context: Context) -> Findings:
             yield finding(path, what, '"auto", which takes it from there', correction)
 
 
+@rule("DSC713", "info")
+def accelerate_needs_dummy(document: Document, context: Context) -> Findings:
+    """Accelerate needs placeholders for an optimizer or scheduler in the file.
+
+    Accelerator.prepare refuses an optimizer or scheduler that is both in the file and in the program
+    (accelerate/accelerator.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 0}, "gradient_clipping": "auto"}
+    Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0}}
+    Context: {"framework": "accelerate"}
+    Proof: unproved it depends on the program, not on the file
+    """
+    for part, dummy in (("optimizer", "DummyOptim"), ("scheduler", "DummyScheduler")):
+        if context.framework == "accelerate" and document.has(part):
+            what = f"with {part} in the file, the program must pass accelerate.utils.{dummy} in its place"
+            yield key_finding((part,), what, f"the {part} in one of the two places only")
+
+
 @rule("DSC714", "warning")
 def hf_stage_3_saves_partitions(document: Document, context: Context) -> Findings:
     """With stage 3, the Trainer does not save a whole model.
@@ -325,3 +344,21 @@ def lightning_untested_optimizer_key(document: Document, context: Context) -> Fi
     if _reads(context) and document.stage == 3 and document.has(ZERO) and not document.has(_UNTESTED):
         what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
         yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true as well')
+
+
+@rule("DSC743", "info")
+def lightning_optimizer_replaced(document: Document, context: Context) -> Findings:
+    """Lightning does not call configure_optimizers, because the file has an optimizer.
+
+    Neither the optimizer nor the learning-rate scheduler of configure_optimizers is used
+    (pytorch/strategies/deepspeed.py, _initialize_deepspeed_train).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    if _reads(context) and document.has("optimizer"):
+        what = "configure_optimizers of the LightningModule is not called, its scheduler included"
+        yield key_finding(("optimizer",), what, "the optimizer in one of the two places only")

@@ -268,6 +268,56 @@ def inert_key(document: Document, context: Context) -> Findings:
             yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never uses it', instead)
 
 
+@rule("DSC804", "warning")
+def overridden_key(document: Document, context: Context) -> Findings:
+    """Another setting takes precedence over a key, which has no effect.
+
+    DeepSpeed says so at most in its log (runtime/engine.py, runtime/zero/config.py, utils/groups.py).
+
+    Wrong: {"train_batch_size": 8, "prescale_gradients": true, "gradient_predivide_factor": 2.0}
+    Right: {"train_batch_size": 8, "prescale_gradients": true}
+    Proof: accepts the factor has no effect
+    """
+    params, world = ("optimizer", "params"), context.world_size
+    size, factor = document.integer(ZERO, "zero_hpz_partition_size"), document.number("gradient_predivide_factor")
+    bf16_states = document.offload("offload_optimizer") and document.is_true("bf16", "bf16_optimizer_states")
+    prescaled, stage_3 = document.get("prescale_gradients") is True, document.stage == 3
+    for path, is_ineffective, because, instead in (
+        (
+            ("gradient_predivide_factor",),
+            prescaled and factor not in (None, 0, 1),
+            "prescale_gradients, which divides by the number of ranks",
+            '1.0, or "prescale_gradients": false',
+        ),
+        (
+            (*params, "adam_w_mode"),
+            document.optimizer == "adamw" and document.get(*params, "adam_w_mode") is False,
+            'the type "AdamW"',
+            '"type": "Adam", or remove the key',
+        ),
+        (
+            (*params, "fp32_optimizer_states"),
+            bf16_states and document.get(*params, "fp32_optimizer_states") is True,
+            "bf16_optimizer_states",
+            'false, or "bf16_optimizer_states": false',
+        ),
+        (
+            (ZERO, "zero_hpz_partition_size"),
+            stage_3 and size is not None and world is not None and size > world,
+            f"a job of {world} ranks, the largest possible size",
+            "the ranks of one node",
+        ),
+        (
+            (ZERO, "elastic_checkpoint"),
+            stage_3 and document.is_true(ZERO, "elastic_checkpoint"),
+            "stage 3, and loading such a checkpoint fails",
+            'false, and "checkpoint": {"load_universal": true} for another number of ranks',
+        ),
+    ):
+        if is_ineffective:
+            yield finding(path, f"{show(document.get(*path))} has no effect with {because}", instead)
+
+
 @rule("DSC817", "error")
 def steps_per_print_zero(document: Document, context: Context) -> Findings:
     """steps_per_print is 0.
@@ -281,3 +331,23 @@ def steps_per_print_zero(document: Document, context: Context) -> Findings:
     if document.integer("steps_per_print") == 0:
         what = "0 causes a division by zero at the first step (allowed: 1 or more)"
         yield finding(("steps_per_print",), what, "null for no prints")
+
+
+@rule("DSC818", "warning")
+def contiguous_checkpointing(document: Document, context: Context) -> Findings:
+    """contiguous_memory_optimization is true without partition_activations.
+
+    deepspeed.checkpointing.configure asserts this (runtime/activation_checkpointing/checkpointing.py). If the program
+    does not call it, the section has no effect. The number of checkpoints, which is needed too, usually comes from the
+    program.
+
+    Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true}}
+    Right: {"train_batch_size": 8,
+        "activation_checkpointing": {"contiguous_memory_optimization": true, "partition_activations": true}}
+    Proof: accepts deepspeed.checkpointing.configure fails later
+    """
+    settings = document.section("activation_checkpointing")
+    alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
+    if alone and not hugging_face(context):
+        path = ("activation_checkpointing", "contiguous_memory_optimization")
+        yield finding(path, "true needs partition_activations", '"partition_activations": true as well, or false')

@@ -377,3 +377,49 @@ def expert_load_balance(document: Document, context: Context) -> Findings:
     if value is not None:
         what = f"{show(value)} is not supported (allowed: null)"
         yield corrected(document, path, what, None, "Write null", safe=False)
+
+
+@rule("DSC605", "info")
+def few_micro_batches(document: Document, context: Context) -> Findings:
+    """There are fewer micro-batches than pipeline stages.
+
+    A step has gradient_accumulation_steps micro-batches (runtime/pipe/engine.py). While the pipeline fills and drains,
+    ranks are idle.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 2}
+    Proof: accepts ranks are idle most of the time
+    """
+    count, steps = document.stages, document.integer("gradient_accumulation_steps", default=1)
+    given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
+    if is_pipelined(document, context) and steps is not None and 0 < steps < count and given:
+        idle = round(100 * (count - 1) / (steps + count - 1))
+        what = f"{steps} micro-batches in {count} stages leave each rank idle for {idle} % of the time"
+        yield finding(("gradient_accumulation_steps",), what, f"{4 * count} or more")
+
+
+@rule("DSC607", "warning")
+def more_stages_than_layers(document: Document, context: Context) -> Findings:
+    """The pipeline has more stages than the model has layers.
+
+    Some stages get no layer (runtime/pipe/module.py), and their ranks only pass on activations.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "deepspeed_compress": {"parallelism": {"pipeline": 4}, "gradients": {"method": "none"}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}}
+    Proof: accepts ranks without layers do nothing useful
+    """
+    layers, count = integer((context.model or {}).get("num_hidden_layers")), document.stages
+    if is_pipelined(document, context) and layers is not None and count > layers + 2:
+        where = ("pipeline", "stages") if document.has("pipeline", "stages") else ("deepspeed_compress", "parallelism")
+        what = f"{count} stages are more than the {layers} layers, embedding and head of the model"
+        yield finding(where, what, f"{layers + 2} or fewer")

@@ -290,3 +290,40 @@ def autocast_modules_without_package(document: Document, context: Context) -> Fi
     if bad or isinstance(value, str):
         what = f"{show(value)} is not a list of classes with their packages"
         yield finding(("torch_autocast", "lower_precision_safe_modules"), what, '["torch.nn.Linear"], for instance')
+
+
+@rule("DSC303", "info")
+def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
+    """bf16, stage 1 and accumulation in fp32 select another optimizer than ZeRO's.
+
+    The engine uses BF16_Optimizer for exactly this combination (runtime/engine.py). It all-reduces gradients in fp32 at
+    the end of the step instead of reducing buckets during the backward pass.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Proof: accepts more is sent, and later, than with the optimizer of ZeRO
+    """
+    if document.chooses_bf16_optimizer:
+        what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
+        yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
+
+
+@rule("DSC312", "warning")
+def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
+    """The loss scale starts so high that the first steps are lost.
+
+    The scale starts at 2 to the power of initial_scale_power (runtime/precision_config.py). The largest number in fp16
+    is 65504, and each overflow halves the scale and skips a step.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "fp16": {"enabled": true, "initial_scale_power": 40}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "fp16": {"enabled": true, "initial_scale_power": 16}}
+    Proof: accepts steps are skipped until the scale has decreased
+    """
+    power = document.number("fp16", "initial_scale_power")
+    if power is not None and power > 32:
+        what = f"{show(power)} starts with a loss scale at which every gradient overflows (useful: 8 to 24)"
+        yield finding(("fp16", "initial_scale_power"), what, "16")

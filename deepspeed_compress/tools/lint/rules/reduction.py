@@ -48,7 +48,7 @@ def predivide_by_zero(document: Document, context: Context) -> Findings:
 
 @rule("DSC325", "error")
 def sum_not_supported(document: Document, context: Context) -> Findings:
-    """gradient_allreduce_op is sum with stage 3 or DeepCompile.
+    """gradient_allreduce_op is sum with stage 3, ZenFlow or DeepCompile.
 
     Checked when the configuration is read (runtime/config.py).
 
@@ -58,9 +58,13 @@ def sum_not_supported(document: Document, context: Context) -> Findings:
         "zero_optimization": {"stage": 2}, "gradient_allreduce_op": "sum"}
     Proof: raises is not supported with ZeRO stage 3
     """
-    compiled = document.is_true("compile", "deepcompile")
-    if document.string(_OP).lower() == "sum" and (document.stage == 3 or compiled):
-        other = "stage 3" if document.stage == 3 else "DeepCompile"
+    refused = {
+        "stage 3": document.stage == 3,
+        "ZenFlow": isinstance(document.get(ZERO, "zenflow"), dict),
+        "DeepCompile": document.is_true("compile", "deepcompile"),
+    }
+    other = next((part for part, is_on in refused.items() if is_on), None)
+    if document.string(_OP).lower() == "sum" and other:
         yield finding((_OP,), f'"sum" is not supported with {other} (allowed: mean)', '"mean"')
 
 
@@ -171,3 +175,22 @@ def quantized_communication_without_stage_3(document: Document, context: Context
             ours = 'the section "deepspeed_compress", which compresses with every stage'
             what = f"true has no effect with stage {document.stage} (useful: with stage 3)"
             yield finding((ZERO, key), what, ours if key == "zero_quantized_gradients" else "stage 3, or false")
+
+
+@rule("DSC337", "warning")
+def quantized_gradients_on_one_node(document: Document, context: Context) -> Findings:
+    """zero_quantized_gradients is true on a single node.
+
+    The two-step all-to-all of ZeRO++ (runtime/comm/coalesced_collectives.py) saves only traffic between nodes.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}, "bf16": {"enabled": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}
+    Context: {"world_size": 2, "ranks_per_node": 2}
+    Proof: unproved its kernels are for GPUs
+    """
+    nodes = context.world_size is not None and context.world_size == context.ranks_per_node
+    if document.is_true(ZERO, "zero_quantized_gradients") and document.stage == 3 and nodes:
+        what = "true quantizes twice to save traffic between nodes, and there is only one node (useful: with several)"
+        yield finding((ZERO, "zero_quantized_gradients"), what, "false")

@@ -4,7 +4,15 @@ from collections.abc import Callable, Mapping
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, finding, rule, unknown_parameter, unknown_word
+from deepspeed_compress.tools.lint.rule import (
+    Context,
+    Findings,
+    finding,
+    key_finding,
+    rule,
+    unknown_parameter,
+    unknown_word,
+)
 from deepspeed_compress.tools.lint.values import listed, number, show
 
 _TYPE = ("scheduler", "type")
@@ -237,7 +245,70 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
     """
     total = parameter(document, "total_num_steps")
     warmup = document.number(*PARAMS, "warmup_num_steps", default=1000.0)
-    if scheduler_name(document) in WARMUPS and total is not None and warmup is not None and total < warmup:
+    if scheduler_name(document) in WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
         given = "" if document.has(*PARAMS, "warmup_num_steps") else ", its default"
         what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
         yield finding((*PARAMS, "total_num_steps"), what, f"more than {int(warmup)}, or fewer steps of warm-up")
+
+
+@rule("DSC530", "warning")
+def falling_warmup(document: Document, context: Context) -> Findings:
+    """warmup_min_lr is above warmup_max_lr.
+
+    The scheduler interpolates between the two without comparing them (runtime/lr_schedules.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: accepts the learning rate falls where it should rise
+    """
+    low, high = parameter(document, "warmup_min_lr"), parameter(document, "warmup_max_lr")
+    if scheduler_name(document) in WARMUPS and low is not None and high is not None and low > high:
+        what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
+        yield finding((*PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
+
+
+@rule("DSC531", "info")
+def scheduler_without_optimizer(document: Document, context: Context) -> Findings:
+    """The file has a scheduler but no optimizer.
+
+    DeepSpeed creates a scheduler only if there is an optimizer (runtime/engine.py). The program must pass one.
+
+    Wrong:
+        {
+          "train_batch_size": 8,
+          "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
+        }
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
+    Context: {"framework": "deepspeed"}
+    Proof: accepts the learning rate stays constant
+    """
+    if _runs(document) and not document.has("optimizer") and context.framework == "deepspeed":
+        what = "without an optimizer, here or from the program, the scheduler is ignored"
+        yield key_finding(("scheduler",), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
+
+
+@rule("DSC532", "error")
+def no_steps_to_decay(document: Document, context: Context) -> Findings:
+    """total_num_steps is 0.
+
+    The rate is multiplied by the fraction of the steps that remain (runtime/lr_schedules.py), which is zero. Hugging
+    Face compares the number with its own and stops.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 0}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
+    Proof: accepts nothing is learned after the warm-up
+    """
+    total = parameter(document, "total_num_steps")
+    if scheduler_name(document) in WARMUPS and total is not None and total <= 0:
+        what = f"{show(total)} steps: the rate falls to its minimum as soon as the warm-up ends"
+        instead = 'the number of steps of the run, or "auto" with Hugging Face'
+        yield finding((*PARAMS, "total_num_steps"), what, instead)

@@ -67,7 +67,7 @@ def text_converted(document: Document, context: Context) -> Findings:
     Proof: accepts other readers of the file may take the text for false
     """
     for path, key, member in misfits(document, strict=True):
-        meant = _boolean_text(path, key, member)
+        meant: float | None = _boolean_text(path, key, member)
         if meant is None:
             found = _meant_number(key, member) if path not in READ_RAW else None
             meant = found if not key.choices or found in key.choices else None

@@ -262,3 +262,24 @@ def nvme_without_stage_3(document: Document, context: Context) -> Findings:
         what = f'"nvme" means "cpu" with stage {document.stage}: only stage 3 swaps to disks'
         path = (ZERO, "offload_optimizer", "device")
         yield finding(path, what, '"cpu", or stage 3', fix("Write cpu", replace(document, path, "cpu")))
+
+
+@rule("DSC415", "info")
+def offload_of_client_optimizer(document: Document, context: Context) -> Findings:
+    """The optimizer is offloaded, but the file has none.
+
+    An optimizer that the program passes must be DeepSpeedCPUAdam or DeepSpeedCPULion, unless
+    zero_force_ds_cpu_optimizer is false (runtime/engine.py).
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Context: {"framework": "deepspeed"}
+    Proof: accepts a torch optimizer that the program passes is refused with ZeRORuntimeException
+    """
+    forced = document.get("zero_force_ds_cpu_optimizer", default=True) is True
+    active = document.offload("offload_optimizer") and document.stage in (1, 2, 3)
+    if active and forced and not document.has("optimizer") and context.framework == "deepspeed":
+        what = 'without "optimizer" the one of the program must be DeepSpeedCPUAdam, or it is refused'
+        instead = '"optimizer": {"type": "AdamW", ...}, or "zero_force_ds_cpu_optimizer": false'
+        yield key_finding((ZERO, "offload_optimizer"), what, instead)
