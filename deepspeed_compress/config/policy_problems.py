@@ -228,15 +228,8 @@ def guard_without_norms(configuration: Configuration) -> Iterator[Diagnostic]:
 
 
 def idle_policy(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find changes during a run, and measurements, that have nothing to act on."""
+    """Find a guard or adaptation that has nothing to act on, although a user may rely on it."""
     section = configuration.section
-    schedule, cosine_every, other = section.schedule, section.monitor.cosine_every, "choose another method"
-    if schedule.warmup_steps and not configuration.compresses:
-        what = f'{schedule.warmup_steps} has no effect, because method "none" does not compress (allowed: 0)'
-        yield notice(("schedule", "warmup_steps"), what, f"0, or {other}")
-    if cosine_every and section.gradients.method == "none":
-        what = f'{cosine_every} has no effect, because method "none" does not change gradients (allowed: 0)'
-        yield notice(("monitor", "cosine_every"), what, f"0, or {other}")
     if section.guard is not None and not configuration.compresses:
         yield notice(("guard",), 'has no effect, because method "none" does not compress (allowed: null)', "null")
     if section.adaptive is not None and section.islands is not None and section.islands.size == 1:

@@ -77,7 +77,7 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
         gradient_problems.feedback,
         gradient_problems.overrides,
         policy_problems.idle_policy,
-        service_problems.idle_memory_checkpoints,
+        service_problems.costly_memory_checkpoints,
         service_problems.costly_rollout,
     ),
 }

@@ -19,12 +19,6 @@ def overridden(**override: object) -> dict:
     ("section", "pointer", "words"),
     [
         (
-            {"gradients": {"method": "none"}, "schedule": {"warmup_steps": 5}},
-            "schedule/warmup_steps",
-            "does not compress",
-        ),
-        ({"gradients": {"method": "none"}, "monitor": {"cosine_every": 5}}, "monitor/cosine_every", "no effect"),
-        (
             {"rollout": {"directory": "/shared", "method": "blockwise"}},
             "rollout/bits",
             "8 has no effect with dtype bf16",
@@ -40,16 +34,6 @@ def overridden(**override: object) -> dict:
         ),
         ({"weights": {"method": "topk", "density": 1}}, "weights/density", "drops nothing"),
         (overridden(method="topk", block_size=64), "gradients/overrides/0/density", "block of 64 "),
-        (
-            {"gradients": {"method": "topk", "density": 0.25, "density_warmup_steps": 9}},
-            "gradients/density_warmup_steps",
-            "not below 0.25",
-        ),
-        (
-            {"gradients": {"method": "topk", "density_warmup_steps": 9}, "schedule": {"warmup_steps": 9}},
-            "gradients/density_warmup_steps",
-            "uncompressed",
-        ),
         *(
             ({"gradients": {"method": method, "error_feedback": None}}, "gradients/error_feedback", f'"{method}" loses')
             for method in ("sign", "topk", "block_topk", "randomk", "powersgd")
@@ -89,8 +73,6 @@ def test_settings_without_effect_warn(section: dict, pointer: str, words: str) -
         {"gradients": {"method": "qsgd", "error_feedback": None}, "seed": 3},
         {"gradients": {"method": "randomk", "rescale": True, "error_feedback": None}},
         {"gradients": {"method": "topk", "density": 0.0001, "scope": "threshold"}},
-        {"gradients": {"method": "topk", "density_warmup_steps": 10}, "schedule": {"warmup_steps": 9}},
-        {"gradients": {"method": "none"}, "weights": {}, "schedule": {"warmup_steps": 9}},
     ],
 )
 def test_settings_with_effect_are_silent(section: dict) -> None:

@@ -61,7 +61,7 @@ def shake(document: Document, context: Context) -> None:
     assert again.text == fixed.text
 
 
-@settings(properties, max_examples=150)
+@settings(properties, max_examples=100)
 @given(rule=st.sampled_from(RULES), data=st.data())
 def test_odd_values(rule: LintRule, data: st.DataObject) -> None:
     document = parse(rule.wrong)

@@ -159,7 +159,7 @@ def spread(text: str, gaps: list[str]) -> str:
     return edited(text, edits)
 
 
-@settings(properties, max_examples=100)
+@settings(properties, max_examples=60)
 @given(rule=st.sampled_from(FIXED), gaps=st.lists(FILLER, min_size=3, max_size=8))
 def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
     """White space and comments around keys do not matter to fixes."""
