@@ -20,7 +20,7 @@ from deepspeed_compress.errors import (
     UnsupportedError,
     install_command,
 )
-from deepspeed_compress.integrations.at_exit import warn_at_exit
+from deepspeed_compress.program_warnings import warn_at_exit
 
 __all__ = [
     "CompressError",

@@ -240,7 +240,7 @@ COMMANDS = (
         "Explain rules of the linter.",
         ("rule DSC201", "rule --all"),
         "tools.lint.options:add_rule_arguments",
-        "tools.lint.explain:run",
+        "tools.lint.command:explain",
         failed=2,
     ),
     Command(

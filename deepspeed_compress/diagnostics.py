@@ -3,6 +3,8 @@
 This module imports only the standard library, because the linter starts with it.
 """
 
+import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -51,28 +53,15 @@ class Fix:
 
 
 class LineIndex:
-    """Lines and columns of a text.
-
-    Line breaks are counted once for each block of the text, so that looking up a position takes the same time
-    everywhere, even in a text of one long line.
-    """
-
-    _BLOCK = 4096
+    """Lines and columns of a text. Line breaks are searched for once, so that many positions can be looked up."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self._breaks, self._last_break = [0], [-1]
-        for start in range(0, len(text), self._BLOCK):
-            found = text.rfind("\n", start, start + self._BLOCK)
-            self._breaks.append(self._breaks[-1] + text.count("\n", start, start + self._BLOCK))
-            self._last_break.append(found if found >= 0 else self._last_break[-1])
+        self._starts = [0, *(found.end() for found in re.finditer("\n", text))]
 
     def position(self, offset: int) -> tuple[int, int]:
         """Return the line and column of a character, both 1-based."""
-        block, start = offset // self._BLOCK, offset // self._BLOCK * self._BLOCK
-        found = self._text.rfind("\n", start, offset)
-        last_break = found if found >= 0 else self._last_break[block]
-        return self._breaks[block] + self._text.count("\n", start, offset) + 1, offset - last_break
+        line = bisect_right(self._starts, offset)
+        return line, offset - self._starts[line - 1] + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Causal language models: the reader of their config.json, and the table of their families. Loads no torch.
+"""Causal language models: names of parameters, the reader of config.json, the table of families. Loads no torch.
 
 `planner` reads the shapes of a family, and `models` divides it by its `Modules`. To let it divide another family, add
 them to FAMILIES. Its decoder layers must take hidden states, `attention_mask`, `position_ids` and (with a rotary
@@ -15,6 +15,18 @@ from typing import Any
 
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.safe_files import check_regular
+
+HF_NAME = "hf_name"
+"""Attribute of a parameter whose name differs in the module that DeepSpeed got: a pipeline numbers its layers."""
+
+HF_TRANSPOSED = "hf_transposed"
+"""Attribute of a weight whose transpose is the weight in the transformers model."""
+
+
+def user_name(parameter: Any, name: str) -> str:
+    """Return the name that overrides match: the name in transformers if it is recorded, else `name`."""
+    found: str = getattr(parameter, HF_NAME, name)
+    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from deepspeed_compress.training.data import (
     text_files,
     train_tokenizer,
 )
-from deepspeed_compress.training.export import read_tokenizer
+from deepspeed_compress.training.main import read_tokenizer
 
 SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
 """Default sizes of the model, if --from-hf is not given."""

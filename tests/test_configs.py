@@ -14,7 +14,7 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.section import find_notices, find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.models import Layout, check_layout, read_model_config
-from deepspeed_compress.models.gpt import build_skeleton
+from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.training.main import main
 from tests.support.coordinators import coordinator
 from tests.support.forks import run_forks
@@ -151,7 +151,7 @@ def _run(name: str, model: str, files: Path, output: Path, steps: int, address: 
         "output-dir": output,
     }
     argv = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    argv += f"--steps {steps} --seq-len 16 --held-out 0.2 --eval-batches 1 --eval-every 0 --sample-tokens 0".split()
+    argv += f"--steps {steps} --seq-len 16 --held-out 0.2 --eval-batches 1 --eval-every 0".split()
     assert run_forks(ranks(name), train, argv) == [0] * ranks(name)
     summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
     return summary

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import warnings
-from deepspeed_compress.foreign_warnings import hide_foreign_warnings
+from deepspeed_compress.program_warnings import hide_foreign_warnings
 hide_foreign_warnings()
 warnings.warn_explicit("theirs", FutureWarning, "x.py", 1, "torch.nn.modules.linear")
 warnings.warn_explicit("x is deprecated. Please use `torch.distributed.y`", FutureWarning, "x.py", 1, "__main__")

@@ -260,7 +260,7 @@ def test_two_ranks_train(script: str, settings: dict[str, str], tools: Path, por
     (tmp_path / "model.json").write_text(json.dumps(model | {"bos_token_id": 0, "eos_token_id": 0}))
     files = {"data": "text.txt", "model": "model.json", "output-dir": "run"}
     options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
-    options += ["--steps", "2", "--seq-len", "16", "--eval-batches", "1", "--sample-tokens", "0"]
+    options += ["--steps", "2", "--seq-len", "16", "--eval-batches", "1"]
     settings = settings | {"HOSTFILE": str(tmp_path / "hosts"), "MASTER_PORT": port}
     process = start(script, [CONFIG, *options], settings, tools)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -37,17 +37,15 @@ def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
 
 TABLE = {
     "__init__": allow(
-        "errors integrations.at_exit", lazily="backends.deepspeed.attach backends.deepspeed.initialize integrations"
+        "errors program_warnings", lazily="backends.deepspeed.attach backends.deepspeed.initialize integrations"
     ),
     "errors": allow(),
     "diagnostics": allow(),
-    "foreign_warnings": allow(),
+    "program_warnings": allow("errors"),
     "safe_files": allow("errors"),
-    "file_locks": allow("safe_files"),
     "config": allow("diagnostics errors safe_files", "pydantic pydantic_core hjson", lazily="compression"),
-    "config.names": allow(),
     "compression": allow(),
-    "compression.kernels": allow("errors file_locks", "torch triton"),
+    "compression.kernels": allow("errors safe_files", "torch triton"),
     "compression.compressors": allow("compression.kernels", "torch"),
     "compression.segments": allow("", "torch"),
     "compression.transforms": allow("compression.kernels compression.segments", "torch"),
@@ -89,7 +87,7 @@ TABLE = {
     "transport.messages": allow("transport", "pydantic"),
     "launcher": allow(),
     "launcher.host": allow("launcher transport"),
-    "launcher.host_resources": allow("file_locks launcher.heartbeat"),
+    "launcher.host_resources": allow("safe_files launcher.heartbeat"),
     "launcher.messages": allow("transport.messages", "pydantic"),
     "launcher.placement": allow("config"),
     "launcher.job_state": allow("launcher.heartbeat launcher.placement"),
@@ -99,8 +97,8 @@ TABLE = {
     "checkpointing.memory_copies": allow("checkpointing errors safe_files transport", "pydantic"),
     "checkpointing.catalog": allow("checkpointing.completeness errors"),
     "checkpointing.completeness": allow("errors safe_files"),
-    "checkpointing.directory": allow("checkpointing.catalog checkpointing.completeness errors file_locks safe_files"),
-    "monitor": allow("config errors file_locks", "torch"),
+    "checkpointing.directory": allow("checkpointing.catalog checkpointing.completeness errors safe_files"),
+    "monitor": allow("config errors safe_files", "torch"),
     "policy": allow("config errors monitor"),
     "model_families": allow("errors safe_files"),
     "planner": allow("errors model_families"),
@@ -109,7 +107,7 @@ TABLE = {
     "backends.activations.hooks": allow("errors", "torch"),
     "backends.deepspeed": allow(
         "backends.activations backends.announce backends.groups backends.limits launcher.heartbeat collectives "
-        "compression config errors monitor session",
+        "compression config errors model_families monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.builds": allow("errors"),
@@ -132,34 +130,36 @@ TABLE = {
         "torch deepspeed",
     ),
     "checkpointing.deepspeed.exclusive": allow(
-        "checkpointing collectives.objects session.state_files errors file_locks safe_files", "torch"
+        "checkpointing collectives.objects session.state_files errors safe_files", "torch"
     ),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("transport", "pydantic torch"),
     "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd errors", "torch"),
-    "local_sgd.coordinator": allow("errors file_locks safe_files transport", "pydantic"),
+    "local_sgd.coordinator": allow("errors safe_files transport", "pydantic"),
     "local_sgd.parameter_server": allow(
         "local_sgd collectives compression config errors monitor transport", "pydantic torch safetensors"
     ),
     "local_sgd.deepspeed": allow(
         "backends.deepspeed checkpointing.catalog checkpointing.deepspeed checkpointing.directory collectives "
-        "compression config errors file_locks local_sgd monitor safe_files session transport.client",
+        "compression config errors local_sgd monitor safe_files session transport.client",
         "torch deepspeed",
     ),
-    "backends": allow("collectives compression config diagnostics errors monitor session", "torch packaging"),
+    "backends": allow(
+        "collectives compression config diagnostics errors model_families monitor session", "torch packaging"
+    ),
     "backends.megatron": allow(
         "backends.activations backends.announce backends.groups backends.limits backends.sessions backends.steps "
-        "collectives compression config errors monitor session",
+        "collectives compression config errors model_families monitor session",
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
-        "collectives.buckets collectives.objects collectives.parameters compression.compressors.base config.names "
-        "errors safe_files",
+        "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "
+        "model_families safe_files",
         "pydantic torch",
     ),
     "rollout.vllm": allow("errors rollout", "torch", lazily="transformers"),
@@ -167,13 +167,11 @@ TABLE = {
     "rollout.store_server": allow("rollout.store errors transport"),
     "rollout.lossy": allow("compression.compressors.blockwise", "torch"),
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
-    "models": allow(
-        "config.names errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"
-    ),
+    "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.builds backends.deepspeed.units errors foreign_warnings models monitor "
+        "config backends.deepspeed.builds backends.deepspeed.units errors models monitor program_warnings "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
-        "torch deepspeed numpy rich tokenizers transformers",
+        "torch deepspeed numpy transformers",
         lazily="__init__",
     ),
     "training.data": allow("errors safe_files", "numpy tokenizers"),
@@ -183,7 +181,7 @@ TABLE = {
         lazily="backends.deepspeed.initialize deepspeed integrations session",
     ),
     "integrations.run": allow(
-        "config errors foreign_warnings integrations.install integrations.launch launcher.heartbeat launcher.workers",
+        "config errors integrations.install integrations.launch launcher.heartbeat launcher.workers program_warnings",
         lazily="collectives.gloo",
     ),
     "integrations.inherited": allow("integrations.install"),
@@ -205,7 +203,6 @@ TABLE = {
     ),
     "integrations.trl": allow("errors rollout.vllm session.patches", "trl"),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
-    "integrations.at_exit": allow("errors"),
     "integrations.plain": allow(
         "errors integrations.patching",
         lazily="accelerate backends integrations.followed torch transformers",
@@ -269,7 +266,7 @@ TABLE = {
     "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
     "tools.report": allow("config errors tools.outputs tools.run_directory tools.run_files tools.tables"),
     "tools.tune": allow(
-        "config file_locks backends.deepspeed.builds errors tools.bench.hosts safe_files "
+        "config backends.deepspeed.builds errors tools.bench.hosts safe_files "
         "tools.run_directory tools.run_files tools.tables",
         "rich",
         lazily="integrations",

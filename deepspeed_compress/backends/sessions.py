@@ -21,9 +21,9 @@ from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config
-from deepspeed_compress.config.names import user_name
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.model_families import user_name
 from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches

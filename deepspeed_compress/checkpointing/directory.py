@@ -18,8 +18,7 @@ from deepspeed_compress.checkpointing import completeness
 from deepspeed_compress.checkpointing.catalog import LATEST, Checkpoint, find_checkpoints, is_removed, subdirectories
 from deepspeed_compress.checkpointing.completeness import FileList, Save
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.file_locks import lock
-from deepspeed_compress.safe_files import read_text, write_text
+from deepspeed_compress.safe_files import lock, read_text, write_text
 
 _CLAIM = ".deepspeed_compress_start"
 _START_LENGTH = 32

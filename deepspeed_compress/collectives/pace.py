@@ -10,8 +10,8 @@ from threading import Lock
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.config.durations import bit_rate
 from deepspeed_compress.config.models import Communication
+from deepspeed_compress.config.numbers import bit_rate
 
 
 @dataclass

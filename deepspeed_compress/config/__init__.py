@@ -1,19 +1,18 @@
 """The `deepspeed_compress` section of a DeepSpeed configuration, on its way from the file into force.
 
-1. `loading` reads the file as DeepSpeed does.
+1. `loading` reads the file as DeepSpeed does; `numbers` reads its times and rates.
 2. `section` adds what a preset sets, and validates. The settings are in `models` (the whole section with its defaults),
    `places` and `overrides` (gradients and weights, with `methods` and `sparse_methods`), `schedules` and `islands`.
    `validation_errors` says what pydantic finds wrong, with the help of `schema`.
 3. `section` also has the table of all refusals and warnings, which the modules `..._problems` define.
-4. `expand` writes the parallelism into DeepSpeed's own keys, which `problems` reads.
-5. `schedules` and `candidates` make the settings that a policy puts in force at a step.
+   `expand`, in the same module, writes the parallelism into DeepSpeed's own keys, which `problems` reads.
+4. `schedules` and `candidates` make the settings that a policy puts in force at a step.
 
 Nothing here imports torch, deepspeed or transformers.
 """
 
-from deepspeed_compress.config.expand import check_world, expand
 from deepspeed_compress.config.islands import Elastic, Islands, Outer
-from deepspeed_compress.config.loading import read_ds_config
+from deepspeed_compress.config.loading import masked, read_ds_config
 from deepspeed_compress.config.methods import MethodConfig
 from deepspeed_compress.config.models import (
     SECTION,
@@ -32,8 +31,7 @@ from deepspeed_compress.config.places import (
     WeightsConfig,
 )
 from deepspeed_compress.config.schedules import brief, patched, settings_of, total_steps, written
-from deepspeed_compress.config.secrets import masked
-from deepspeed_compress.config.section import find_missing, parse_section, with_preset
+from deepspeed_compress.config.section import check_world, expand, find_missing, parse_section, with_preset
 
 __all__ = [
     "SECTION",

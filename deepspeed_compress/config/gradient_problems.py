@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.methods import MethodConfig, Model
+from deepspeed_compress.config.methods import Model
 from deepspeed_compress.config.models import SECTION, CompressConfig
 from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import (
@@ -20,8 +20,6 @@ from deepspeed_compress.config.problems import Configuration, notice, problem, s
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import (
     BlockTopKConfig,
-    DensityWarmUp,
-    LargestConfig,
     RandomKConfig,
     SparseConfig,
 )
@@ -139,10 +137,9 @@ def uneven_nodes(configuration: Configuration) -> Iterator[Diagnostic]:
 
 
 def density(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find densities that drop nothing or less than one value, and warm-ups of a density without effect."""
-    dense = configuration.section.schedule.warmup_steps
+    """Find densities that drop nothing or less than one value."""
     for path, method in _sparse_places(configuration.section):
-        units, steps = method.choices, method.density_warmup_steps if isinstance(method, DensityWarmUp) else 0
+        units = method.choices
         if method.density == 1:
             what = "1.0 drops nothing, and may send an index with every value (useful: below 0.5)"
             yield notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
@@ -150,21 +147,6 @@ def density(configuration: Configuration) -> Iterator[Diagnostic]:
             what = f"{method.density} of a block of {units} is less than one value, but at least one is always sent"
             allowed = f"(useful: at least {1 / units})"
             yield notice((*path, "density"), f"{what} {allowed}", "a larger density or larger blocks")
-        if steps and method.density >= 0.25:
-            what = f"{steps} has no effect, because density {method.density} is not below 0.25 (allowed: 0)"
-            yield notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
-        elif steps and steps <= dense:
-            what = f"{steps} has no effect, because the first {dense} steps (schedule.warmup_steps) are uncompressed"
-            yield notice((*path, "density_warmup_steps"), f"{what} (allowed: 0)", f"0, or more than {dense}")
-
-
-def unused_block_size(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find block sizes of methods that select values of whole messages."""
-    default = LargestConfig.model_fields["block_size"].default
-    for path, method in _sparse_places(configuration.section):
-        if isinstance(method, LargestConfig) and method.scope != "block" and method.block_size != default:
-            what = f'{method.block_size} has no effect with scope "{method.scope}" (allowed: {default})'
-            yield notice((*path, "block_size"), what, 'nothing: remove the key, or "scope": "block"')
 
 
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
@@ -196,7 +178,7 @@ _ANY_NAMES = ("", "a", "0.b_1")
 
 
 def overrides(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find overrides that never apply or always do, and sums that are spread over one step."""
+    """Find overrides that never apply or always do."""
     seen: set[str] = set()
     for path, override in _override_places(configuration.section):
         place, pattern = (*path, "parameters"), override.parameters
@@ -206,30 +188,4 @@ def overrides(configuration: Configuration) -> Iterator[Diagnostic]:
         elif override.every == 1 and all(re.search(pattern, name) for name in _ANY_NAMES):
             what = f"{show(pattern)} matches every parameter, so gradients.method has no effect"
             yield notice(place, what, f'a narrower pattern, or "method": "{override.method}" for all gradients')
-        if override.spread and override.every == 1:
-            what = "true has no effect with every: 1, which sends in each step (allowed: false)"
-            yield notice((*path, "spread"), what, 'false, or "every" above 1')
         seen.add(pattern)
-
-
-def unused_seed(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find a seed that no setting uses."""
-    seed = configuration.section.seed
-    if seed and not any(map(_draws_random_numbers, _parts(configuration.section))):
-        what = f"{seed} has no effect, because no setting uses random numbers (allowed: 0)"
-        yield notice(("seed",), what, '0, or "rounding": "stochastic"')
-
-
-def _draws_random_numbers(part: object) -> bool:
-    return part.draws_random_numbers if isinstance(part, MethodConfig) else isinstance(part, PowerSGDGradients)
-
-
-def _parts(node: object) -> Iterator[object]:
-    """Yield `node` and every model inside it."""
-    if isinstance(node, Model):
-        yield node
-        for name in type(node).model_fields:
-            yield from _parts(getattr(node, name))
-    elif isinstance(node, tuple):
-        for item in node:
-            yield from _parts(item)

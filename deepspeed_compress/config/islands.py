@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from deepspeed_compress.config.durations import Duration, seconds
 from deepspeed_compress.config.methods import BlockwiseConfig, Model
+from deepspeed_compress.config.numbers import Duration, seconds
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
 

@@ -76,11 +76,6 @@ class MethodConfig(Model):
     def bits_per_element(self) -> float:
         """Return the bits per element of a long message, after all warm-ups."""
 
-    @property
-    def draws_random_numbers(self) -> bool:
-        """Return True if the method uses the seed."""
-        return False
-
     def softer(self) -> dict[str, JsonValue] | None:
         """Return the keys to change for a little less loss, such as {"bits": 8}.
 
@@ -128,10 +123,6 @@ class BlockwiseConfig(MethodConfig):
     scale_dtype: ScaleDtype = "fp32"
     """Data type of the scales in a message. Unbiased rounding needs `fp32`."""
 
-    @property
-    def draws_random_numbers(self) -> bool:
-        return self.rounding == "stochastic"
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import DTYPES, Blockwise
 
@@ -157,10 +148,6 @@ class LinearConfig(MethodConfig):
     """Number of values that share a minimum and a maximum. Smaller blocks are more accurate and send more of them."""
     scale_dtype: ScaleDtype = "fp32"
     """Data type of the minimum and the range in a message. Unbiased rounding needs `fp32`."""
-
-    @property
-    def draws_random_numbers(self) -> bool:
-        return self.method == "stochastic_linear"
 
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import DTYPES, Linear
@@ -190,10 +177,6 @@ class PercentileConfig(MethodConfig):
     """Rounding to the integer grid: `nearest`, or `stochastic`, which is unbiased within the clipping range,
     reproducible (see `seed`) and slower."""
 
-    @property
-    def draws_random_numbers(self) -> bool:
-        return self.rounding == "stochastic"
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import Percentile
 
@@ -216,10 +199,6 @@ class QSGDConfig(MethodConfig):
     """Number of levels above zero. With the sign, 1, 3, 7 and 15 levels fill 2, 3, 4 and 5 bits."""
     block_size: QuantizationBlock = 256
     """Number of values that share one norm. Smaller blocks are more accurate and send more norms."""
-
-    @property
-    def draws_random_numbers(self) -> bool:
-        return True
 
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import QSGD

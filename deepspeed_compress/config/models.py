@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from deepspeed_compress.config.durations import BitRate, ByteRate, Duration
 from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.methods import Model, NoCompression
+from deepspeed_compress.config.numbers import BitRate, ByteRate, Duration
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
 from deepspeed_compress.config.schedules import Patch, Schedule

@@ -228,24 +228,10 @@ def guard_without_norms(configuration: Configuration) -> Iterator[Diagnostic]:
 
 
 def idle_policy(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find changes during a run, and measurements, that have nothing to act on."""
+    """Find a guard or adaptation that has nothing to act on, although a user may rely on it."""
     section = configuration.section
-    schedule, cosine_every, other = section.schedule, section.monitor.cosine_every, "choose another method"
-    if schedule.warmup_steps and not configuration.compresses:
-        what = f'{schedule.warmup_steps} has no effect, because method "none" does not compress (allowed: 0)'
-        yield notice(("schedule", "warmup_steps"), what, f"0, or {other}")
-    if cosine_every and section.gradients.method == "none":
-        what = f'{cosine_every} has no effect, because method "none" does not change gradients (allowed: 0)'
-        yield notice(("monitor", "cosine_every"), what, f"0, or {other}")
     if section.guard is not None and not configuration.compresses:
         yield notice(("guard",), 'has no effect, because method "none" does not compress (allowed: null)', "null")
     if section.adaptive is not None and section.islands is not None and section.islands.size == 1:
         what = "has no effect in islands of size 1, which send neither gradients nor weights (allowed: null)"
         yield notice(("adaptive",), what, "null, or larger islands")
-    if schedule.total_steps is not None and not schedule.phases:
-        what = f"{schedule.total_steps} has no effect without phases (allowed: null)"
-        yield notice(("schedule", "total_steps"), what, "null, or phases")
-    if schedule.ramp is not None and schedule.ramp.stages is not None:
-        for key in sorted({"shape", "start"} & schedule.ramp.model_fields_set):
-            what = f"{show(getattr(schedule.ramp, key))} has no effect together with stages"
-            yield notice(("schedule", "ramp", key), what, 'nothing: remove the key, or remove "stages"')

@@ -1,5 +1,6 @@
-"""The section in force: its preset, its validation, the table of all checks, and all problems at once."""
+"""The section in force: preset, validation, the table of all checks, all problems at once, and DeepSpeed's own keys."""
 
+import copy
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -9,17 +10,27 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from deepspeed_compress.config import (
-    file_problems,
     gradient_problems,
     layout_problems,
     policy_problems,
     service_problems,
 )
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.problems import STAGE, Check, Configuration, listed, problem, raise_problems, show
+from deepspeed_compress.config.problems import (
+    NATIVE_KEYS,
+    STAGE,
+    TENSOR,
+    Check,
+    Configuration,
+    listed,
+    problem,
+    raise_problems,
+    show,
+    value_at,
+)
 from deepspeed_compress.config.schedules import merged_places
 from deepspeed_compress.config.validation_errors import translate
-from deepspeed_compress.diagnostics import Diagnostic, Path, at
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer
 from deepspeed_compress.errors import CompressWarning
 
 Kind = Literal["section", "parallelism", "file", "unsupported", "notice"]
@@ -47,28 +58,26 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
     ),
     # Other contradictions with the rest of the file, or with the number of ranks.
     "file": (
-        file_problems.weights,
+        layout_problems.weights,
         gradient_problems.second_momentum,
         gradient_problems.uneven_nodes,
         policy_problems.unknown_length,
         policy_problems.empty_choice,
         policy_problems.guard_without_norms,
-        file_problems.ownership,
+        layout_problems.ownership,
         service_problems.islands_within_file,
         layout_problems.sharding_within_file,
         layout_problems.activations_within_file,
     ),
     # Features of DeepSpeed that cannot be compressed.
-    "unsupported": (file_problems.features, file_problems.scaler_without_zero),
+    "unsupported": (layout_problems.features, layout_problems.scaler_without_zero),
     # Settings that are valid, but have no effect or cost more than they gain.
     "notice": (
         gradient_problems.density,
-        gradient_problems.unused_block_size,
         gradient_problems.feedback,
         gradient_problems.overrides,
-        gradient_problems.unused_seed,
         policy_problems.idle_policy,
-        service_problems.idle_memory_checkpoints,
+        service_problems.costly_memory_checkpoints,
         service_problems.costly_rollout,
     ),
 }
@@ -162,7 +171,7 @@ def _weights(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[s
     if not isinstance(stage, int):
         stage = STAGE.effective(ds_config, Parallelism())
     apart = parallelism.get("shard_within") or parallelism.get("pipeline", 1) != 1
-    bits = None if apart or (stage == 3 and file_problems.gathers_by_itself(ds_config)) else _WEIGHT_BITS.get(stage)
+    bits = None if apart or (stage == 3 and layout_problems.gathers_by_itself(ds_config)) else _WEIGHT_BITS.get(stage)
     return {} if bits is None else {"weights": {"bits": bits}}
 
 
@@ -222,3 +231,71 @@ def _meant(ds_config: Mapping[str, Any], likeness: float) -> list[str]:
     """Return the key that resembles the section's by at least `likeness` (1: equal), and sections inside other keys."""
     inside = [f"{key}/{SECTION}" for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     return [*difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=likeness), *inside]
+
+
+def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, Any]:
+    """Return a copy of `ds_config` with the section's parallelism in DeepSpeed's own keys.
+
+    The section itself stays.
+
+    Raises:
+        ConfigError: if a value given in both places differs, if pipeline parallelism is combined with ZeRO stage 2 or
+            3, or if a method contradicts the rest of the file (see `section.CHECKS`).
+    """
+    configuration = Configuration(section, ds_config)
+    problems = [*find("parallelism", configuration), *find("file", configuration)]
+    if problems:
+        raise_problems(problems)
+    expanded = copy.deepcopy(dict(ds_config))
+    # DeepSpeed would treat a size of 1 as tensor parallelism, and a pipeline as a plain model.
+    uses_autotp = configuration.parallelism.tensor > 1 and configuration.parallelism.pipeline == 1
+    for native in NATIVE_KEYS:
+        value = native.given(configuration.parallelism)
+        if value is not None and (native is not TENSOR or uses_autotp):
+            expanded.setdefault(native.section, {})[native.key] = value
+    if _may_overlap(expanded, section):
+        expanded["zero_optimization"].setdefault("overlap_comm", True)
+    return expanded
+
+
+def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
+    """Return True if DeepSpeed's streams can reduce during backward and every program stays correct.
+
+    Not under ZeRO 1: there `overlap_comm` reduces only what the last micro-step has gradients of, each once.
+    """
+    zero, pipeline = ds_config.get("zero_optimization"), (section.parallelism or Parallelism()).pipeline
+    return (
+        section.gradients.method != "none"
+        and isinstance(zero, dict)
+        and STAGE.effective(ds_config, Parallelism()) == 2
+        and zero.get("contiguous_gradients", True) is True
+        and pipeline == 1
+        and value_at(zero, ("offload_optimizer", "device")) in (None, "none")
+        and ds_config.get("managed_gradient_accumulation", True) is True
+    )
+
+
+def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str, Any] | None = None) -> int:
+    """Return the data-parallel size of `world_size` ranks.
+
+    DeepSpeed's own tensor-parallel size in `ds_config` is used if the section gives none. Issues a CompressWarning if
+    one rank remains, which has nothing to exchange.
+
+    Raises:
+        ConfigError: if tensor x pipeline does not divide `world_size`.
+    """
+    configuration = Configuration(section, ds_config or {}, world_size)
+    parallelism, problems = configuration.parallelism, list(layout_problems.world_size(configuration))
+    if problems:
+        raise_problems(problems)
+    size = world_size // (configuration.tensor * parallelism.pipeline)
+    if section.islands is not None and section.islands.size is not None:
+        size = section.islands.size
+    if isinstance(parallelism.shard_within, int):
+        # Only nodes exchange what the section compresses.
+        size //= parallelism.shard_within
+    for key in ("gradients", "weights"):
+        if size == 1 and getattr(section, key).method != "none":
+            text = f"{pointer((SECTION, key))}: compression has no effect, because the data-parallel size is 1"
+            warnings.warn(f'{text}. Write "method": "none", or start more ranks.', CompressWarning, stacklevel=2)
+    return size

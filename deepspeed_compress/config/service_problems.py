@@ -169,21 +169,13 @@ def checkpoints(configuration: Configuration) -> Iterator[Diagnostic]:
             yield problem(("checkpointing", key), what, f'"every": "10 min", or remove {key}')
 
 
-def idle_memory_checkpoints(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find settings of checkpoints in memory that have no effect, or cost more than they gain."""
-    settings = configuration.section.checkpointing
-    if settings is None or settings.memory is None:
-        return
-    memory, place = settings.memory, ("checkpointing", "memory")
-    if memory.max_rate is not None and not memory.copies:
-        what = f"{show(memory.max_rate)} has no effect without copies: 1 (allowed: null)"
-        yield notice((*place, "max_rate"), what, 'nothing: remove the key, or add "copies": 1')
-    if isinstance(memory.every, int) and isinstance(settings.every, int) and memory.every >= settings.every:
-        what = f"{memory.every} has no effect, because checkpoints in directory are at least as frequent"
-        yield notice((*place, "every"), f"{what} (useful: fewer steps)", f"less than {settings.every}")
-    if memory.every == 1 and configuration.section.weights.method != "none":
+def costly_memory_checkpoints(configuration: Configuration) -> Iterator[Diagnostic]:
+    """Find checkpoints in memory that cost more than compressed weights gain."""
+    section = configuration.section
+    memory = section.checkpointing and section.checkpointing.memory
+    if memory and memory.every == 1 and section.weights.method != "none":
         what = "1 gathers exact weights in every step, so compressing them has no effect (useful: 10 or more)"
-        yield notice((*place, "every"), what, '10, or "weights": {"method": "none"}')
+        yield notice(("checkpointing", "memory", "every"), what, '10, or "weights": {"method": "none"}')
 
 
 def _overlaps(configuration: Configuration) -> bool:

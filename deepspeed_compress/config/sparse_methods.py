@@ -120,10 +120,6 @@ class RandomKConfig(SparseConfig):
     def choices(self) -> int:
         return self.block_size
 
-    @property
-    def draws_random_numbers(self) -> bool:
-        return True
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import RandomK
 

@@ -3,7 +3,6 @@
 Remedies also cover what users guess who have not read the keys: `"enabled": true`, `"bits": 4`, `"method": "int4"`.
 """
 
-import copy
 import difflib
 import json
 import re
@@ -15,8 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from deepspeed_compress.config.methods import DEFAULT_METHOD
-from deepspeed_compress.config.models import SECTION, CompressConfig
-from deepspeed_compress.config.problems import listed, problem, show, value_at
+from deepspeed_compress.config.models import SECTION
+from deepspeed_compress.config.problems import listed, problem, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe
 from deepspeed_compress.diagnostics import Diagnostic, Path, at_key, pointer
 
@@ -35,7 +34,7 @@ _SYNONYMS: Mapping[str, str] = {
 def translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     """Yield the diagnostics of what pydantic found wrong in the section `raw`, each at its place in the file.
 
-    A method that resembles none hides the other problems of its object, because it decides which keys there are.
+    An unknown method hides the other problems of its object, because it decides which keys there are.
     """
     view = SchemaView(raw)
     found = [(_path(detail["loc"], view), detail) for detail in error.errors(include_url=False)]
@@ -45,24 +44,6 @@ def translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
         if "variants" not in view.at(path) or (path not in seen and path not in around):
             yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
         seen.add(path)
-    for path in (path for path, detail in found if detail["type"] == _BAD_METHOD):
-        yield from _next_to_misspelled_method(path, raw, view)
-
-
-def _next_to_misspelled_method(path: Path, raw: object, view: SchemaView) -> Iterator[Diagnostic]:
-    """Yield the problems in the object at `path` that it has with the method that is probably meant."""
-    corrected = copy.deepcopy(raw)
-    holder = value_at(corrected, path)
-    is_bits = _bits_of(path, holder["method"], view) is not None
-    meant = DEFAULT_METHOD if is_bits else _nearest(view.at((*path, "method")), holder["method"])
-    if meant is None:
-        return
-    holder["method"] = meant
-    try:
-        CompressConfig.model_validate(corrected)
-    except ValidationError as error:
-        inside = pointer((SECTION, *path)) + "/"
-        yield from (problem for problem in translate(error, corrected) if problem.pointer.startswith(inside))
 
 
 def _nearest(node: dict[str, Any], value: object) -> str | int | None:
@@ -212,10 +193,9 @@ def _settings_meant(path: Path, value: object, view: SchemaView) -> dict[str, An
     return {"method": name} if name in choices(view.at((*path, "method"))) else None
 
 
-_BAD_METHOD = "union_tag_invalid"
 _BUILDERS = {
     "extra_forbidden": _unknown_key,
     "missing": _missing_key,
-    _BAD_METHOD: _bad_method,
+    "union_tag_invalid": _bad_method,
     "union_tag_not_found": _missing_method,
 }

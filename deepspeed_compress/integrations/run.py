@@ -27,11 +27,11 @@ from pathlib import Path
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, ConfigError, SeamError, UnsupportedError
-from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.integrations.install import inheriting, install
 from deepspeed_compress.integrations.launch import PROGRAM, find_uncompressed
 from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, RankError, record_error
 from deepspeed_compress.launcher.workers import die_with_agent
+from deepspeed_compress.program_warnings import hide_foreign_warnings
 
 USAGE = (
     "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m | --program] SCRIPT ..."

@@ -1,11 +1,11 @@
 """Early check of the section, when a training framework reads a DeepSpeed configuration, before a model is loaded."""
 
-import difflib
 import os
 import warnings
 from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, with_preset
+from deepspeed_compress.config.section import is_misspelled
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
 INSTEAD_OF_PIPELINE = (
@@ -16,8 +16,8 @@ INSTEAD_OF_PIPELINE = (
 
 
 def has_section(ds_config: dict[str, Any]) -> bool:
-    """Return True if `ds_config` has the section, or a key that is almost certainly a typo of its name."""
-    return SECTION in ds_config or bool(difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8))
+    """Return True if `ds_config` has the section, or an obvious typo of it, or one inside another section."""
+    return SECTION in ds_config or is_misspelled(ds_config)
 
 
 def checked(ds_config: dict[str, Any], frameworks: str) -> tuple[dict[str, Any], CompressConfig]:

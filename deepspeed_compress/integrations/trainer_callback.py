@@ -1,4 +1,4 @@
-"""`CompressionCallback`: compression figures in the logs and the progress bar of Hugging Face Trainer.
+"""`CompressionCallback`: compression figures in the logs of Hugging Face Trainer.
 
 It also keeps Trainer from removing a complete checkpoint while newer ones are still written in the background.
 """
@@ -11,7 +11,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.runtime.engine import DeepSpeedEngine
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from deepspeed_compress.checkpointing.catalog import is_complete
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
@@ -104,7 +103,6 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
                 self._trainer._save_checkpoint = self._saving_exact_weights(self._trainer._save_checkpoint)
             # Only the newest engine matters: every trial of a hyperparameter search has its own.
             self._session = session
-        self._print_megabytes()
 
     def _saving_exact_weights(self, save: Callable[..., None]) -> Callable[..., None]:
         """Return a `save` that first makes the weights exact. Collective.
@@ -154,19 +152,6 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         self._measured.clear()
         logs.update(figures)
         state.log_history[-1].update(figures)
-        self._show(figures)
-
-    def _print_megabytes(self) -> None:
-        """Make callbacks that print logs show megabytes. Reporters and `trainer_state.json` still get bytes."""
-        for one in self._trainer.callback_handler.callbacks:
-            if isinstance(one, PrinterCallback | ProgressCallback) and "on_log" not in vars(one):
-                one.on_log = partial(_log_megabytes, one.on_log)
-
-    def _show(self, figures: Mapping[str, float]) -> None:
-        shown = {label: f"{figures[key]:.1f}x" for label, key in _PROGRESS_BAR.items() if key in figures}
-        for one in self._trainer.callback_handler.callbacks:
-            if isinstance(one, ProgressCallback) and one.training_bar is not None:
-                one.training_bar.set_postfix(shown, refresh=False)
 
 
 def use_own_data_order(session: Session, loader: Any) -> None:
@@ -187,14 +172,6 @@ def use_own_data_order(session: Session, loader: Any) -> None:
         "have a length); make its order depend on engine.compression.islands.number"
     )
     warnings.warn(text, CompressWarning, stacklevel=2)
-
-
-_PROGRESS_BAR: Mapping[str, str] = {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
-"""Log entry behind each label of the progress bar. All traffic comes first: uncompressed weights may be most of it."""
-
-
-def _log_megabytes(on_log: Callable[..., Any], *args: Any, logs: Mapping[str, Any], **options: Any) -> Any:
-    return on_log(*args, logs=to_megabytes(logs), **options)
 
 
 _NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = {
@@ -220,21 +197,6 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
         known = [value for value in map(read, measured) if value is not None]
         found |= {name: known[-1]} if known else {}
     return {f"compression_{name}": value for name, value in found.items()}
-
-
-def to_megabytes(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `logs` with megabytes in place of bytes: `compression_bytes_sent` becomes `compression_MB_sent`."""
-    return dict(map(_in_megabytes, logs.items()))
-
-
-def _in_megabytes(entry: tuple[str, Any]) -> tuple[str, Any]:
-    name, value = entry
-    if not name.startswith(_BYTES):
-        return entry
-    return _MEGABYTES + name.removeprefix(_BYTES), round(value / 1e6, 3)
-
-
-_BYTES, _MEGABYTES = "compression_bytes_", "compression_MB_"
 
 
 def _total_ratio(measured: list[StepStatistics]) -> dict[str, float]:

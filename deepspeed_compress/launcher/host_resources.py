@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed_compress.file_locks import lock
 from deepspeed_compress.launcher.heartbeat import Heartbeat, read_heartbeat
+from deepspeed_compress.safe_files import lock
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX, _UNFINISHED_PREFIX = "ds_compress_", ".ds_compress_"

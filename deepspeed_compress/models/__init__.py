@@ -13,7 +13,7 @@ try:
         raise ImportError(f"transformers {version('transformers')} is installed")
     from deepspeed_compress.models.build import Layout, build_parallel, check_layout
     from deepspeed_compress.models.export import save_pretrained
-    from deepspeed_compress.models.gpt import build_model, read_model_config
+    from deepspeed_compress.models.sources import build_model, read_model_config
     from deepspeed_compress.models.tensor import whole_logits
 except ImportError as error:
     raise ImportError(

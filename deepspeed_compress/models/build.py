@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.model_families import Modules, modules_of
-from deepspeed_compress.models.gpt import build_model, build_skeleton, linear_layers
 from deepspeed_compress.models.pipeline import CausalLMPipeline, make_topology, partition_by, pipeline_layers
-from deepspeed_compress.models.sources import Source, fill, open_source
+from deepspeed_compress.models.sources import Source, build_model, build_skeleton, fill, linear_layers, open_source
 from deepspeed_compress.models.tensor import (
     finish_split,
     split_layers,

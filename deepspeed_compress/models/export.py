@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from deepspeed_compress.config.names import HF_TRANSPOSED, user_name
+from deepspeed_compress.model_families import HF_TRANSPOSED, user_name
 from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 
 FILE_BYTES = 5 * 2**30

@@ -26,8 +26,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
-from deepspeed_compress.config.names import HF_NAME
-from deepspeed_compress.model_families import Modules
+from deepspeed_compress.model_families import HF_NAME, Modules
 
 
 def split_layers(module: nn.Module, config: PretrainedConfig, modules: Modules, group: ProcessGroup) -> AutoTP:

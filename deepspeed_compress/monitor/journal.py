@@ -18,7 +18,7 @@ from deepspeed_compress.config import masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.file_locks import lock
+from deepspeed_compress.safe_files import lock
 
 STATISTICS = "compression.jsonl"
 EVENTS = "events.jsonl"

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.model_families import user_name
 
 
 def is_pipeline(module: nn.Module) -> bool:

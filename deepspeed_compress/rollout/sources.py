@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_compress.collectives.parameters import is_plain
-from deepspeed_compress.config.names import HF_TRANSPOSED
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.model_families import HF_TRANSPOSED
 from deepspeed_compress.rollout.plain_names import is_pipeline, plain_name
 from deepspeed_compress.rollout.slices import Slice, rectangle
 

@@ -64,7 +64,7 @@ def share(text: str) -> float:
 
 def duration(text: str) -> float:
     """Parse a time such as "90 s", "30 min" or "2 h" and return it in seconds."""
-    from deepspeed_compress.config.durations import seconds
+    from deepspeed_compress.config.numbers import seconds
 
     try:
         return seconds(text)

@@ -22,8 +22,7 @@ from deepspeed_compress.config import (
     parse_section,
     read_ds_config,
 )
-from deepspeed_compress.config.durations import bit_rate
-from deepspeed_compress.config.numbers import short
+from deepspeed_compress.config.numbers import bit_rate, short
 from deepspeed_compress.config.schedules import brief, total_steps
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.learning import MEASURED

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import parse_section, read_ds_config
-from deepspeed_compress.config.durations import seconds
+from deepspeed_compress.config.numbers import seconds
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.install import INHERIT
 from deepspeed_compress.integrations.launch import (

@@ -6,7 +6,6 @@ data         conversion of text into token windows
 setup        data, model and engine, built from the options
 stepper      one optimizer step and one evaluation, on plain and pipeline engines
 loop         steps, evaluations, log lines, checkpoints, and exact resuming
-output       metrics.jsonl, summary.json, and progress on a terminal
-export       sample text from the trained model, and the model as a Hugging Face directory
-main         the whole program
+output       metrics.jsonl, and the figures of summary.json
+main         the whole program, and the model as a Hugging Face directory
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.training.options import Options
-from deepspeed_compress.training.output import Display, Metrics
+from deepspeed_compress.training.output import Metrics
 from deepspeed_compress.training.ranks import Ranks
 from deepspeed_compress.training.setup import Data
 from deepspeed_compress.training.stepper import Share, Stepper, eval_loss, mean_over_ranks, train_step
@@ -113,7 +113,7 @@ class Loop:
     data: Data
     identity: Identity
     metrics: Metrics
-    display: Display
+    ranks: Ranks
 
     def run(self, first: int) -> float:
         """Train from step `first` + 1 to the last one; return the final held-out loss.
@@ -146,12 +146,12 @@ class Loop:
     def _log(self, step: int, interval: LogInterval, rate: float | None) -> None:
         loss, seconds = mean_over_ranks(interval.losses, self.share), interval.seconds / len(interval.losses)
         self.metrics.add(step=step, train_loss=loss, step_time_s=seconds, lr=rate)
-        self.display.show(step, self.options.steps, f"loss {loss:.4f}  {seconds:.3f} s/step")
+        self.ranks.print_once(f"{step}/{self.options.steps}  loss {loss:.4f}  {seconds:.3f} s/step")
         if not math.isfinite(loss):
             raise StateError(f"step {step}: the training loss is {loss}; lower the learning rate, or check the data")
 
     def _evaluate(self, step: int) -> float:
         loss = eval_loss(self.stepper, self.data.held_out, self.share, self.options.eval_batches, self.engine.device)
         self.metrics.add(step=step, eval_loss=loss)
-        self.display.line(f"step {step}: held-out loss {loss:.4f}")
+        self.ranks.print_once(f"step {step}: held-out loss {loss:.4f}")
         return loss

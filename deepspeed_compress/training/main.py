@@ -1,4 +1,4 @@
-"""Training program, from the command line to summary.json."""
+"""Training program, from the command line to summary.json and the exported model."""
 
 import os
 import sys
@@ -6,25 +6,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import CompressError
-from deepspeed_compress.foreign_warnings import hide_foreign_warnings
+from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.launcher.heartbeat import RESUME
+from deepspeed_compress.models import save_pretrained
+from deepspeed_compress.program_warnings import hide_foreign_warnings
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
-from deepspeed_compress.training.data.tokenizer import load_tokenizer
-from deepspeed_compress.training.export import check_export, export_model, sample_text
+from deepspeed_compress.training.data.tokens import end_token, load_tokenizer
 from deepspeed_compress.training.loop import Identity, Loop, add_program_state, first_step
 from deepspeed_compress.training.options import Options, parse_options
-from deepspeed_compress.training.output import Metrics, check_new, display, final_figures
+from deepspeed_compress.training.output import Metrics, check_new, final_figures
 from deepspeed_compress.training.ranks import AgreedError, Ranks, end_ranks, start_ranks
-from deepspeed_compress.training.setup import Data, RunConfig, Training, prepare_data, read_run_config, start_training
+from deepspeed_compress.training.setup import RunConfig, Training, prepare_data, read_run_config, start_training
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
-
-PROMPT_TOKENS = 16
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,13 +57,11 @@ def _train(options: Options, ranks: Ranks) -> None:
     metrics = Metrics(options.output_dir, ranks.is_first)
     metrics.begin(first)
     stepper = PipelineStepper(training.engine) if config.layout.pipeline > 1 else PlainStepper(training.engine)
-    with display("train", ranks.is_first) as shown:
-        shown.line(_headline(options, ranks, training.parameters, first))
-        # Data follow the number of an elastic island, which a loaded checkpoint may have changed.
-        share = share_of(training.engine)
-        loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
-        loss = loop.run(first)
-    _finish(options, config, training, data, ranks, batch_size, loss)
+    ranks.print_once(_headline(options, ranks, training.parameters, first))
+    # Data follow the number of an elastic island, which a loaded checkpoint may have changed.
+    share = share_of(training.engine)
+    loss = Loop(options, training.engine, stepper, share, data, identity, metrics, ranks).run(first)
+    _finish(options, config, training, ranks, batch_size, loss)
     # The engine holds process groups, and its parameters' hooks keep the engine alive.
     training.engine.destroy()
 
@@ -76,9 +73,8 @@ def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> st
 
 
 def _finish(
-    options: Options, config: RunConfig, training: Training, data: Data, ranks: Ranks, batch_size: int, loss: float
+    options: Options, config: RunConfig, training: Training, ranks: Ranks, batch_size: int, loss: float
 ) -> None:
-    text = _sample(options, config, training.engine, data)
     if options.export:
         export_model(training.engine, config.model_config, options.tokenizer, options.export)
     if not ranks.is_first:
@@ -100,45 +96,18 @@ def _finish(
         "monitor_path": str(monitor_path),
         "config": options.deepspeed_config,
         "model": str(options.model),
-        "sample": text,
         "export": str(options.export) if options.export else None,
     }
     write_json(options.output_dir / SUMMARY, summary)
-    print(_last_lines(options, summary), flush=True)
+    if options.export:
+        print(f"model and tokenizer in {options.export}")
+    print(f"held-out loss {loss:.4f}, figures in {options.output_dir / SUMMARY}", flush=True)
 
 
 def _run(engine: Any) -> str | None:
     """Return the name of the run in its statistics; None without compression."""
     session = vars(engine).get("compression")
     return None if session is None else session.journal.part.id
-
-
-def _sample(options: Options, config: RunConfig, engine: Any, data: Data) -> str | None:
-    if config.layout.pipeline > 1 or not options.sample_tokens:
-        return None
-    start = data.held_out.segments[0][0]
-    tokens = torch.from_numpy(data.held_out.cache.tokens[start : start + PROMPT_TOKENS].astype("int64"))
-    return sample_text(
-        engine,
-        load_tokenizer(options.tokenizer),
-        tokens.to(engine.device),
-        options.sample_tokens,
-        options.seq_len,
-        options.seed,
-    )
-
-
-def _last_lines(options: Options, summary: dict[str, Any]) -> str:
-    text = f"sample: {summary['sample']!r}" if summary["sample"] else _why_no_sample(options)
-    model = f"model and tokenizer in {options.export}" if options.export else ""
-    result = f"held-out loss {summary['eval_loss']:.4f}, figures in {options.output_dir / SUMMARY}"
-    return "\n".join(filter(None, [text, model, result]))
-
-
-def _why_no_sample(options: Options) -> str:
-    """Return why there is no sample text; "" if none was requested."""
-    model = f"load the model in {options.export}" if options.export else "export the model with --export DIR"
-    return f"no sample text: the pipeline engine cannot generate; {model} to do so" if options.sample_tokens else ""
 
 
 def _report(error: CompressError, ranks: Ranks) -> None:
@@ -148,3 +117,40 @@ def _report(error: CompressError, ranks: Ranks) -> None:
     elif not isinstance(error, AgreedError):
         time.sleep(3)
         print(f"rank {ranks.rank}: error: {error}", file=sys.stderr, flush=True)
+
+
+def check_export(options: Options) -> None:
+    """Check that the directory of `--export` can be written, and that it holds no other model.
+
+    Raises:
+        ConfigError: if the export would overwrite a model that this run has not exported, or the directory cannot be
+            written.
+    """
+    directory = options.export
+    if directory is None:
+        return
+    if directory.resolve() == options.model.resolve():
+        raise ConfigError(f"--export {directory}: would overwrite --model; choose another directory")
+    if (directory / "config.json").exists() and not options.resume:
+        raise ConfigError(f"--export {directory}: already holds a model; choose another directory, or remove it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--export {directory}: cannot be created ({error.strerror}); choose another") from None
+
+
+def export_model(engine: Any, config: PretrainedConfig, tokenizer: Path, directory: Path) -> None:
+    """Write the weights, `config`, and the tokenizer in the directory `tokenizer`. Collective."""
+    save_pretrained(engine, config, directory)
+    if dist.get_rank() == 0:
+        read_tokenizer(tokenizer).save_pretrained(directory)
+
+
+def read_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with its own configuration, or with only the end-of-document token if it has none."""
+    if (directory / "tokenizer_config.json").is_file():
+        loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        return loaded
+    tokenizer = load_tokenizer(directory)
+    end = tokenizer.id_to_token(end_token(directory, tokenizer))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)

@@ -47,7 +47,6 @@ class Options:
     eval_batches: int
     save_every: int
     log_every: int
-    sample_tokens: int
     export: Path | None
     resume: bool
     clear_locks: bool
@@ -106,7 +105,6 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         ("--eval-batches", 8, 1, "held-out batches of train_batch_size in an evaluation"),
         ("--save-every", 0, 0, "steps between checkpoints, with one at the end; 0 saves none"),
         ("--log-every", 10, 1, "steps between lines of metrics.jsonl"),
-        ("--sample-tokens", 60, 0, "tokens of the sample text at the end; 0 prints none"),
     ]
     for name, default, least, text in counts:
         group.add_argument(

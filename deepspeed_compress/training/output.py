@@ -1,16 +1,11 @@
-"""Output of a run: metrics.jsonl line by line, summary.json at the end, and progress on rank 0."""
+"""Output of a run: metrics.jsonl line by line, and the figures of summary.json."""
 
 import json
 import statistics
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.monitor import KINDS
@@ -101,73 +96,3 @@ def _total_ratio(lines: Sequence[Line]) -> dict[str, float | None]:
     sizes = [sum(line.get(kind) or 0 for kind in KINDS) for line in known]
     ratios = (line["total_ratio"] * size for line, size in zip(known, sizes, strict=True))
     return {"compression_total_ratio": sum(ratios) / sum(sizes) if any(sizes) else None}
-
-
-class Display(Protocol):
-    """Display of the progress of a long task."""
-
-    def show(self, done: int, total: int, text: str) -> None:
-        """Show that the task is at `done` of `total`."""
-
-    def line(self, text: str) -> None:
-        """Print a permanent line."""
-
-
-class Silent:
-    """Display without output, for ranks other than the first."""
-
-    def show(self, done: int, total: int, text: str) -> None:
-        pass
-
-    def line(self, text: str) -> None:
-        pass
-
-
-class Lines:
-    """Display for a file or a pipe: one flushed line at a time."""
-
-    def show(self, done: int, total: int, text: str) -> None:
-        print(f"{done}/{total}  {text}", flush=True)
-
-    def line(self, text: str) -> None:
-        print(text, flush=True)
-
-
-class Bar:
-    """Progress bar for a terminal."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self.progress, self.task = progress, task
-
-    def show(self, done: int, total: int, text: str) -> None:
-        self.progress.update(self.task, completed=done, total=total, text=text)
-
-    def line(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False)
-
-
-@contextmanager
-def display(label: str, visible: bool) -> Iterator[Display]:
-    """Yield a display named `label`; a silent one unless `visible`."""
-    console = Console()
-    if not visible:
-        yield Silent()
-    elif not console.is_terminal:
-        yield Lines()
-    else:
-        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as progress:
-            yield Bar(progress, progress.add_task(label, total=None, text=""))
-
-
-class Throttled:
-    """Progress callback that shows bytes as MB every few seconds, so that short tasks stay silent."""
-
-    def __init__(self, target: Display, seconds: float = 3.0) -> None:
-        self.target, self.seconds, self.due = target, seconds, time.monotonic() + seconds
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now >= self.due:
-            self.due = now + self.seconds
-            self.target.show(done // 1_000_000, total // 1_000_000, f"MB, {what}")

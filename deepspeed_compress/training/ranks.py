@@ -56,6 +56,11 @@ class Ranks:
         value: T = shared[0]
         return value
 
+    def print_once(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.is_first:
+            print(text, flush=True)
+
     def once_per_node(self, action: Callable[[], object]) -> None:
         """Call `action` on rank 0, then on the first rank of each other node, which may have another disk."""
         self.agree(lambda: action() if self.is_first else None)

@@ -11,10 +11,9 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
-from deepspeed_compress.models.gpt import build_skeleton
+from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.training import data
 from deepspeed_compress.training.options import Options
-from deepspeed_compress.training.output import Throttled, display
 from deepspeed_compress.training.ranks import Ranks
 
 
@@ -62,13 +61,12 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
     """Train the tokenizer and encode the text, unless both exist already, and map the tokens. Raises DataError."""
     files = ranks.agree(lambda: data.text_files(options.data))
-    with display("text", ranks.is_first) as shown:
-        progress = Throttled(shown)
-        if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
-            shown.line(f"training a tokenizer into {options.tokenizer}")
-        ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
-        key = ranks.first_only(lambda: data.cache_key(files, options.tokenizer, progress))
-        ranks.once_per_node(lambda: data.build_cache(files, options.tokenizer, options.cache_dir, key, progress))
+    if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
+        ranks.print_once(f"training a tokenizer into {options.tokenizer}")
+    ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
+    key = ranks.first_only(lambda: data.cache_key(files, options.tokenizer))
+    ranks.print_once(f"tokens in {options.cache_dir}, which are encoded if they are missing")
+    ranks.once_per_node(lambda: data.build_cache(files, options.tokenizer, options.cache_dir, key))
     return ranks.agree(lambda: _split(options, key, model_config))
 
 

@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from deepspeed_compress.tools.lint.explain import page as rule_page
+from deepspeed_compress.tools.lint.command import page as rule_page
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.schema import key_page
 

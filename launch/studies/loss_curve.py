@@ -27,7 +27,6 @@ from deepspeed_compress.tools.bench.peers import Optimizer
 from deepspeed_compress.tools.bench.systems import System, make
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.data import Windows, open_cache, split_windows
-from deepspeed_compress.training.output import Display, display
 from deepspeed_compress.training.stepper import eval_loss, mean_over_ranks, train_step
 from launch.studies.harness import cache_dir, read_result, tracked
 
@@ -189,7 +188,7 @@ def trained_as(file: Path, seed: int) -> dict[str, Any]:
     return ds_config | {"scheduler": schedule, SECTION: section}
 
 
-def train(job: Job, tokens: Path, shown: Display) -> Curve:
+def train(job: Job, tokens: Path, *, prints: bool) -> Curve:
     """Train on every rank. The returned curve is the same on all ranks."""
     windows, held_out = split_windows(open_cache(tokens, job.data), job.workload.seq_len, HELD_OUT)
     system = make(job.workload, job.contender, Optimizer.from_config(job.native), job.start)
@@ -204,7 +203,8 @@ def train(job: Job, tokens: Path, shown: Display) -> Curve:
         if step % job.eval_every == 0 or step == job.steps:
             curve = _evaluated(job, system, held_out, curve, losses)
             losses.clear()
-            shown.show(step, job.steps, f"held-out loss {curve.held_out[-1][1]:.4f}")
+            if prints:
+                print(f"{step}/{job.steps}  held-out loss {curve.held_out[-1][1]:.4f}", flush=True)
             if job.goal is not None and curve.meets(job.goal, job.window):
                 break
     system.close()
@@ -227,8 +227,7 @@ def main() -> int:
     """Train the job of the first argument, and write its curve on the first rank."""
     job_file, cache_dir, result = (Path(argument) for argument in sys.argv[1:])
     job, ranks = Job.from_json(json.loads(job_file.read_text(encoding="utf-8"))), gauges.join()
-    with display("steps", ranks.is_first) as shown:
-        curve = train(job, cache_dir, shown)
+    curve = train(job, cache_dir, prints=ranks.is_first)
     if ranks.is_first:
         write_json(result, {"job": asdict(job), "ranks": ranks.world_size, **asdict(curve)})
     dist.destroy_process_group()

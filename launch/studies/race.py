@@ -117,7 +117,7 @@ def train_on_hosts(options: argparse.Namespace, name: str, run: Path) -> None:
     steps = options.steps if name == options.baseline else round(options.steps * LONGER)
     arguments = ["--deepspeed_config", run / "given.json", "--model", options.model, "--output-dir", run]
     arguments += ["--data", *options.data, "--tokenizer", options.output_dir / "tokenizer"]
-    arguments += ["--seq-len", options.seq_len, "--sample-tokens", 0, "--steps", steps]
+    arguments += ["--seq-len", options.seq_len, "--steps", steps]
     arguments += ["--eval-every", 10, "--eval-batches", 4, "--log-every", 1]
     with Cluster(options.hosts, options.rate) as cluster:
         command = [sys.executable, str(ROOT / "launch" / "train_gpt.py"), *map(str, arguments)]

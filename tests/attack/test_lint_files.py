@@ -28,15 +28,6 @@ distributed_type: DEEPSPEED
 mixed_precision: bf16
 num_processes: 8
 """
-SETTINGS = b"""[tool.ds-compress.lint]
-select = ["ALL"]
-ignore = ["DSC004"]
-exit-on = "warning"
-world-size = 16
-
-[tool.ds-compress.lint.per-file-ignores]
-"*zero3*.json" = ["DSC4"]
-"""
 MODEL = b'{"hidden_size": 64, "num_attention_heads": 4, "text_config": {"hidden_size": 8}, "vocab_size": 64}'
 PIECES = (
     *(b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x1b[2J", b"\x1b]0;title\x07", b"\r", b"\n", b"\\ud800"),
@@ -62,7 +53,6 @@ def kinds() -> dict[str, list[bytes]]:
         "ds_config.json": configs,
         "ds_config.yaml": [b"train_batch_size: 8\nzero_optimization:\n  stage: 2\nfp16: {enabled: true}\n"],
         "accelerate.yaml": [ACCELERATE, *(path.read_bytes() for path in sorted((ROOT / "configs").rglob("*.yaml")))],
-        "pyproject.toml": [SETTINGS],
         "config.json": [MODEL],
     }
 
@@ -111,7 +101,7 @@ def runs(count: int, seed: int) -> Iterator[tuple[str, bytes, list[str]]]:
     """Yield the name and content of a mutated file, and the arguments to lint it with."""
     rng, real = random.Random(seed), kinds()
     everything = [content for contents in real.values() for content in contents]
-    given = {"pyproject.toml": ["whole.json"], "config.json": ["whole.json", "--model", "config.json"]}
+    given = {"config.json": ["whole.json", "--model", "config.json"]}
     for number in range(count):
         name = rng.choice(("ds_config.json", *real))
         content = mutated(rng, rng.choice(real[name]), everything)
@@ -174,12 +164,3 @@ def test_a_wrong_encoding_is_reported_with_its_line(lint: Run, tmp_path: Path, c
     code, out, _ = lint("ds_config.json")
     assert code == 1
     assert expected in out
-
-
-@pytest.mark.parametrize("content", [b"\xff", b"a = \x00", b"[" * 5000, b"a = " + b"[" * 5000, b"\xef\xbb\xbfa = 1"])
-def test_unreadable_settings_are_a_plain_error(lint: Run, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "ds_config.json").write_text("{}")
-    (tmp_path / "pyproject.toml").write_bytes(content)
-    code, _, err = lint("ds_config.json")
-    assert code == 2
-    assert re.match(r"ds-compress: error: \S*pyproject.toml: ", err)

@@ -6,7 +6,7 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from deepspeed_compress.file_locks import LOCK, hold
+from deepspeed_compress.safe_files import LOCK, hold
 
 
 def take(directory: Path, results: Connection, leave_a_child: bool) -> None:

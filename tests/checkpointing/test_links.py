@@ -20,9 +20,8 @@ from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.state_description import read_description
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.file_locks import hold
 from deepspeed_compress.local_sgd.coordinator.server import lock_file
-from deepspeed_compress.safe_files import temporary, write_text
+from deepspeed_compress.safe_files import hold, temporary, write_text
 from tests.support.checkpoints import save, write
 
 

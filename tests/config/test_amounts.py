@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from deepspeed_compress.config.durations import bit_rate, byte_rate, seconds
 from deepspeed_compress.config.islands import check_address
+from deepspeed_compress.config.numbers import bit_rate, byte_rate, seconds
 from deepspeed_compress.config.section import parse_section
 from deepspeed_compress.errors import ConfigError
 

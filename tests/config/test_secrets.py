@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import masked
-from deepspeed_compress.config.secrets import MASK
+from deepspeed_compress.config.loading import MASK
 
 SECRETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"api_key": "abc"}, {"api_key": MASK}),

@@ -16,7 +16,6 @@ from transformers.integrations import HfDeepSpeedConfig
 import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.config.section import find_problems
 from tests.integrations.trainers import AUTO
 from tests.support.forks import run_forks
 
@@ -89,11 +88,6 @@ def without_momentum(rank: int, config: dict[str, Any], directory: str) -> objec
 
 def test_the_remedy_for_a_second_momentum_works_with_trainer(tmp_path: Path) -> None:
     assert run_forks(2, without_momentum, DEMO, str(tmp_path)) == [[0.0, 0.999]] * 2
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.stem)
-def test_shipped_configurations_pass(file: Path) -> None:
-    assert find_problems(json.loads(file.read_text()), 2) == []
 
 
 def stages(rank: int, directory: str) -> list[object]:

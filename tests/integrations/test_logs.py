@@ -1,7 +1,5 @@
-"""Compression figures in the logs of Trainer, in reporters and in the progress bar."""
+"""Compression figures in the logs of Trainer and in reporters."""
 
-import contextlib
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +8,11 @@ from typing import Any
 
 import pytest
 from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import hf
-from deepspeed_compress.integrations.trainer_callback import log_entries, to_megabytes
+from deepspeed_compress.integrations.trainer_callback import log_entries
 from deepspeed_compress.monitor import StepStatistics
 from tests.integrations.trainers import INT4, Job, forget_accelerate, train, trainer_of
 from tests.support.forks import run_forks
@@ -68,31 +65,6 @@ def test_log_entries_are_means_or_the_newest_sample() -> None:
 def test_steps_that_send_nothing_have_no_ratio() -> None:
     entries = log_entries([step(bytes_sent=0, bytes_uncompressed=0)])
     assert entries == {"compression_bytes_sent": 0.0, "compression_time_ms": 3.0}
-
-
-def test_printed_bytes_become_megabytes() -> None:
-    logs = {
-        "loss": "2.5",
-        "compression_bytes_sent": 1_234_567.0,
-        "compression_ratio": 4.0,
-        "compression_bytes_weights": 8e6,
-    }
-    shown = {"loss": "2.5", "compression_MB_sent": 1.235, "compression_ratio": 4.0, "compression_MB_weights": 8.0}
-    assert to_megabytes(logs) == shown
-
-
-def printed(rank: int, job: Job) -> tuple[str, Any]:
-    with contextlib.redirect_stdout(io.StringIO()) as written:
-        done = train(rank, replace(job, args={**job.args, "disable_tqdm": True}))
-    return written.getvalue(), done
-
-
-def test_trainer_prints_megabytes(tmp_path: Path) -> None:
-    [(text, done), _] = run_forks(2, printed, Job(str(tmp_path), 2, INT4, {"logging_steps": 2}))
-    assert "compression_MB_sent" in text
-    assert "compression_bytes" not in text
-    # Logs that programs read keep bytes.
-    assert all(value > 0 for value in done[0].of("compression_bytes_sent"))
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "max_steps": 6}
@@ -170,31 +142,6 @@ def by_attach(rank: int, job: Job) -> Any:
 def test_attach_logs_figures_and_adds_one_callback(tmp_path: Path) -> None:
     seen = run_forks(2, by_attach, Job(str(tmp_path), 2, INT4, {"max_steps": 2}))[0]
     assert [names >= ENTRIES for names in seen] == [True, True, False]
-
-
-def progress(rank: int, job: Job) -> list[str]:
-    """Return the postfix of the progress bar at each log."""
-    deepspeed_compress.install()
-    trainer = trainer_of(job)
-    shown: list[str] = []
-
-    class Watcher(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, *_: Any, **__: Any) -> None:
-            [bar] = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
-            shown.append("" if bar.training_bar is None else bar.training_bar.postfix)
-
-    trainer.add_callback(Watcher())
-    trainer.train()
-    return shown
-
-
-def test_the_progress_bar_shows_the_total_ratio_before_that_of_gradients(tmp_path: Path) -> None:
-    first, second = run_forks(2, progress, Job(str(tmp_path), 2, INT4, {"disable_tqdm": False, "max_steps": 2}))
-    total, gradients = (float(part.partition("=")[2].rstrip("x")) for part in first[0].split(", "))
-    assert first[0].startswith("compressed=")
-    # Uncompressed weights dominate the total: with ZeRO 2, a third of DeepSpeed's traffic is weights.
-    assert 2 < total < 3 < 15 < gradients < 16
-    assert set(second) == {""}
 
 
 def has_callback(rank: int, job: Job) -> list[bool]:

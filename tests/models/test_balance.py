@@ -12,8 +12,8 @@ from transformers import GPT2Config
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.model_families import modules_of
-from deepspeed_compress.models.gpt import build_skeleton
 from deepspeed_compress.models.pipeline import LOOKUP, DecoderLayer, partition_by, pipeline_layers
+from deepspeed_compress.models.sources import build_skeleton
 from tests.support.properties import properties
 
 WIDTH = 16

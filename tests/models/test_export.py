@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from deepspeed_compress.models import Layout, export, read_model_config, save_pretrained, whole_logits
-from deepspeed_compress.models.gpt import build_skeleton
-from deepspeed_compress.models.sources import fill, open_source
+from deepspeed_compress.models.sources import build_skeleton, fill, open_source
 from tests.models.families import VOCABULARY, random_tokens, save_model
 from tests.models.runs import ROWS, SEED, Run, start, train
 from tests.support.forks import run_forks

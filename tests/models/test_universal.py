@@ -174,21 +174,14 @@ def residual_sum(engine: Any) -> float:
     return float(own)
 
 
-def save_with_residuals(rank: int, run: Run, directory: str) -> tuple[float, list[float]]:
-    """Train and save. Return the sum of the residuals in the checkpoint, and the losses after it."""
+def with_residuals(rank: int, run: Run, directory: str, saves: bool) -> tuple[float, list[float]]:
+    """Train and save, or load. Return the sum of the residuals in the checkpoint, and the losses after it."""
     engine = start(run)
-    steps(engine, run, 0, SAVED)
-    engine.save_checkpoint(directory)
-    residuals = residual_sum(engine)
-    losses = steps(engine, run, SAVED, run.steps)
-    finish(engine)
-    return residuals, losses
-
-
-def resume_with_residuals(rank: int, run: Run, directory: str) -> tuple[float, list[float]]:
-    """Load the checkpoint. Return the sum of the residuals, and the losses after it."""
-    engine = start(run)
-    engine.load_checkpoint(directory)
+    if saves:
+        steps(engine, run, 0, SAVED)
+        engine.save_checkpoint(directory)
+    else:
+        engine.load_checkpoint(directory)
     residuals = residual_sum(engine)
     losses = steps(engine, run, SAVED, run.steps)
     finish(engine)
@@ -203,10 +196,10 @@ def test_four_bits_continue_on_another_number_of_replicas(tmp_path: Path) -> Non
     two, four = (
         Run(model, Layout(), 1, steps=2 * SAVED, accumulation=4 // data, data=data, extra=section) for data in (2, 4)
     )
-    residuals, expected = run_forks(2, save_with_residuals, two, str(tmp_path))[0]
+    residuals, expected = run_forks(2, with_residuals, two, str(tmp_path), True)[0]
     run_forks(1, convert, str(tmp_path), None)
     four = replace(four, extra=UNIVERSAL | section)
-    loaded, losses = run_forks(4, resume_with_residuals, four, str(tmp_path))[0]
+    loaded, losses = run_forks(4, with_residuals, four, str(tmp_path), False)[0]
     assert loaded == pytest.approx(residuals, rel=1e-4)
     assert abs(residuals) > 1e-6
     assert losses[0] == pytest.approx(expected[0], rel=0, abs=ROUNDING)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.training.output import Silent
 from launch.studies import engines
 from launch.studies.loss_curve import Curve, train
 from tests.studies.toy import ToyFiles
@@ -27,7 +26,7 @@ def options_of(directory: Path, model: Path) -> argparse.Namespace:
 def trained(rank: int, directory: Path, files: ToyFiles, kinds: list[str]) -> dict[str, Any]:
     gauges.join()
     options = options_of(directory, files.model)
-    curves = {kind: train(engines.job_of(options, kind, files.key), files.cache, Silent()) for kind in kinds}
+    curves = {kind: train(engines.job_of(options, kind, files.key), files.cache, prints=False) for kind in kinds}
     return {kind: (curve.train, curve.held_out[-1][1], curve.gradient_bytes) for kind, curve in curves.items()}
 
 

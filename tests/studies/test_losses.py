@@ -15,7 +15,6 @@ import pytest
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.training.output import Silent
 from launch.studies import losses
 from launch.studies.harness import prepare_data
 from launch.studies.loss_curve import ATTEMPTS, Curve, Run, train
@@ -54,7 +53,7 @@ class Study:
 def trained(rank: int, runs: list[Run], cache: Path) -> list[float]:
     gauges.join()
     jobs = [replace(run.job, eval_batches=2) for run in runs]
-    return [train(job, cache, Silent()).held_out[-1][1] for job in jobs]
+    return [train(job, cache, prints=False).held_out[-1][1] for job in jobs]
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.options import PEERS as TIMED
 from deepspeed_compress.tools.bench.workload import Contender, Workload
-from deepspeed_compress.training.output import Silent
 from launch.studies import time_to_loss
 from launch.studies.loss_curve import Curve, Goal, Job, train
 from launch.studies.time_table import StepTimes, Timed, Trained, outcomes, table
@@ -47,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> StudyFiles:
 
 def trained(rank: int, jobs: list[Job], cache: Path) -> list[Curve]:
     gauges.join()
-    curves = [train(job, cache, Silent()) for job in jobs]
+    curves = [train(job, cache, prints=False) for job in jobs]
     dist.destroy_process_group()
     return curves
 

@@ -13,8 +13,7 @@ import torch
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.training.data import cache_key, eval_starts, open_cache, split_windows, train_tokenizer
-from deepspeed_compress.training.export import check_export, read_tokenizer
-from deepspeed_compress.training.main import main
+from deepspeed_compress.training.main import check_export, main, read_tokenizer
 from tests.support.forks import run_forks
 
 TEXT = "the king said nothing, for who would answer him?\n"
@@ -46,7 +45,7 @@ def arguments(directory: Path, parallelism: dict[str, int], *more: str) -> list[
     (directory / "ds.json").write_text(json.dumps(ds_config))
     files = {"deepspeed_config": "ds.json", "data": "text.txt", "model": "model.json", "output-dir": "run"}
     paths = [part for name, file in files.items() for part in (f"--{name}", str(directory / file))]
-    counts = "--steps 20 --seq-len 16 --eval-batches 2 --eval-every 0 --sample-tokens 4"
+    counts = "--steps 20 --seq-len 16 --eval-batches 2 --eval-every 0"
     return [*paths, *counts.split(), "--export", str(directory / "model"), *more]
 
 
@@ -102,8 +101,6 @@ def test_no_gloo_thread_outlives_the_program(weights: dict[str, Any], tmp_path: 
 def test_transformers_loads_the_trained_model(ranks: int, parallelism: dict[str, int], tmp_path: Path) -> None:
     results = run_forks(ranks, train, arguments(tmp_path, parallelism))
     assert [status for status, _ in results] == [0] * ranks
-    note = f"the pipeline engine cannot generate; load the model in {tmp_path / 'model'} to do so"
-    assert (note in results[0][1]) == ("pipeline" in parallelism)
     model, tokenizer = loaded(tmp_path / "model")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["export"] == str(tmp_path / "model")

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.model_families import user_name
 
 
 def engine_kind(engine: Any) -> str:

@@ -28,8 +28,8 @@ from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
 from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig, CompressedWeights, WeightsConfig
-from deepspeed_compress.config.names import user_name
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.model_families import user_name
 from deepspeed_compress.session.session import Session
 
 

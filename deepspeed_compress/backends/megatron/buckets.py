@@ -20,7 +20,7 @@ from deepspeed_compress.collectives.buckets import Partition, even_partition, fl
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression.segments import PADDING
-from deepspeed_compress.config.names import user_name
+from deepspeed_compress.model_families import user_name
 from deepspeed_compress.monitor import ring_all_gather
 
 

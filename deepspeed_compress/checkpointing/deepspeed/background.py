@@ -32,8 +32,8 @@ from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried
 from deepspeed_compress.compression import state
-from deepspeed_compress.config.durations import byte_rate, seconds
 from deepspeed_compress.config.models import Checkpointing
+from deepspeed_compress.config.numbers import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.patches import Patches
 

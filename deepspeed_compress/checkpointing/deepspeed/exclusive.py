@@ -1,6 +1,6 @@
 """Exclusive use of a checkpoint directory by one job, one start of the job, and one engine, for all ranks.
 
-See `file_locks.hold` for the job, and `CheckpointDirectory.claim` for its start.
+See `safe_files.hold` for the job, and `CheckpointDirectory.claim` for its start.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.file_locks import hold
-from deepspeed_compress.safe_files import open_regular, write_text
+from deepspeed_compress.safe_files import hold, open_regular, write_text
 from deepspeed_compress.session.state_files import result_on_all
 
 _ENGINE = ".deepspeed_compress_engine"

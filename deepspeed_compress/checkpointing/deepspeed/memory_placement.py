@@ -24,8 +24,8 @@ from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver
 from deepspeed_compress.checkpointing.memory_directory import MemoryCatalog, job_directory, job_name
 from deepspeed_compress.checkpointing.writer import Task
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.config.durations import byte_rate
 from deepspeed_compress.config.models import MemoryCheckpoints
+from deepspeed_compress.config.numbers import byte_rate
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.launcher.heartbeat import HOSTS, MEMORY
 from deepspeed_compress.session.state_files import result_on_all

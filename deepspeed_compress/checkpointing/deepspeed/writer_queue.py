@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from deepspeed_compress.checkpointing.deepspeed.side_stream import make_memory
 from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer
-from deepspeed_compress.config.durations import seconds
+from deepspeed_compress.config.numbers import seconds
 
 _BUFFERS = 2
 """Number of snapshot buffers: one may be written while the next is taken."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.file_locks import locked
+from deepspeed_compress.safe_files import locked
 
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""

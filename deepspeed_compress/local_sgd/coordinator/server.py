@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TextIO
 
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.file_locks import lock
 from deepspeed_compress.local_sgd.coordinator.coordinator import Coordinator
 from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR, FROM_ISLANDS
 from deepspeed_compress.local_sgd.coordinator.records import Saved
-from deepspeed_compress.safe_files import open_own
+from deepspeed_compress.safe_files import lock, open_own
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.machine_server import MachineServer, Service
 from deepspeed_compress.transport.rate_limited_log import ignore

@@ -19,8 +19,7 @@ from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError
-from deepspeed_compress.file_locks import locked
-from deepspeed_compress.safe_files import read_text, write_text
+from deepspeed_compress.safe_files import locked, read_text, write_text
 from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all
 
 _STEM = "deepspeed_compress_islands"

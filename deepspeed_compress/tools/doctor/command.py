@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from deepspeed_compress.config.loading import MASK
 from deepspeed_compress.config.numbers import rounded
-from deepspeed_compress.config.secrets import MASK
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Severity
 from deepspeed_compress.errors import ConfigError

@@ -1,41 +1,34 @@
-"""The command `ds-compress lint`, with its settings in pyproject.toml."""
+"""The commands `ds-compress lint` and `ds-compress rule`, and the page of all rules."""
 
 import argparse
+import json
 import os
 import shutil
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic
+from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Fix
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.model_families import read_config
 from deepspeed_compress.safe_files import replacing, temporary
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.files import Source, detected_framework, sources
 from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
-from deepspeed_compress.tools.lint.options import Framework, add_lint_arguments
-from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.options import Framework
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import ALL, Selection, check_codes, ignored_inside, lint_document
+from deepspeed_compress.tools.lint.runner import ALL, Selection, check_codes, ignored_inside, lint_document, matches
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.outputs import Report, lines, plural, render, visible
 
 CLEAN, FOUND, FAILED = 0, 1, 2
 
-_TABLE = ("tool", "ds-compress", "lint")
-_PER_FILE = "per-file-ignores"
-_KEYS = (
-    *("select", "ignore", _PER_FILE, "exclude", "force-exclude"),
-    *("exit-on", "framework", "world-size", "ranks-per-node", "bandwidth"),
-)
-_EXIT_ON = "warning"
 _DETECTED_BY: Mapping[Framework, str] = {
     "hf": '"auto" values or the file that names it',
-    "accelerate": "keys of Accelerate",
+    "accelerate": "the file of Accelerate that names it",
 }
 
 
@@ -57,12 +50,9 @@ def run(options: argparse.Namespace) -> int:
     """Lint, and return the exit code: 0 without serious findings, 1 with them."""
     if options.unsafe_fixes and not (options.fix or options.diff):
         raise ConfigError("--unsafe-fixes has no effect alone. Write it together with --fix or --diff.")
-    settings, per_file = find_settings(Path.cwd())
-    _check_codes(options, settings, per_file)
-    # What the command line says takes precedence over the file, but it ignores more rules.
-    given = {key: value for key, value in vars(options).items() if value}
-    options = argparse.Namespace(**{**vars(settings), **given, "ignore": [*settings.ignore, *options.ignore]})
-    selection = Selection(tuple(options.select or (ALL,)), tuple(options.ignore), per_file)
+    check_codes(options.select, RULES, "--select")
+    check_codes(options.ignore, RULES, "--ignore")
+    selection = Selection(tuple(options.select or (ALL,)), tuple(options.ignore))
     context = Context(
         options.world_size,
         options.ranks_per_node,
@@ -77,16 +67,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"ds-compress: {visible(note)}", file=sys.stderr)
     _write(linted, options)
     return CLEAN if options.exit_zero or not _is_wrong(linted, options) else FOUND
-
-
-def _check_codes(
-    options: argparse.Namespace, settings: argparse.Namespace, per_file: Mapping[str, tuple[str, ...]]
-) -> None:
-    for place, chosen in (("--", options), ("pyproject.toml: ", settings)):
-        check_codes(chosen.select, RULES, f"{place}select")
-        check_codes(chosen.ignore, RULES, f"{place}ignore")
-    for codes in per_file.values():
-        check_codes(codes, RULES, "pyproject.toml: per-file-ignores")
 
 
 def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
@@ -107,7 +87,7 @@ def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
 
 def _is_wrong(linted: list[Linted], options: argparse.Namespace) -> bool:
     """Return True if a finding is at least as severe as `--exit-on`, or if --diff shows a correction."""
-    grave = SEVERITIES[: SEVERITIES.index(options.exit_on or _EXIT_ON) + 1]
+    grave = SEVERITIES[: SEVERITIES.index(options.exit_on) + 1]
     found = any(one.severity in grave for result in linted for one in result.fixed.remaining)
     return found or (options.diff and any(result.changed for result in linted))
 
@@ -169,50 +149,92 @@ def _has_colour(stream: Any) -> bool:
     return bool(stream.isatty()) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-class _SettingsParser(argparse.ArgumentParser):
-    """Parser of settings in a file, which are options of the command."""
+_PROOFS: Mapping[str, str] = {
+    "raises": "DeepSpeed fails with a message that matches `{}`.",
+    "ignores": "DeepSpeed starts and ignores it.",
+    "warns": "DeepSpeed starts and logs a message that matches `{}`.",
+    "accepts": "DeepSpeed starts without a message: {}.",
+    "unproved": "Not tested: {}.",
+}
+_HEAD = """# Lint rules
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")
+All rules of [`ds-compress lint`](lint.md), by family. `ds-compress rule --all --markdown` prints this page, and
+`ds-compress rule CODE` explains one rule. Every example is tested: a rule reports its wrong example once and nothing in
+the right one. Unless a rule says otherwise, both were also given to DeepSpeed {version} itself.
+"""
 
 
-def find_settings(start: Path) -> tuple[argparse.Namespace, Mapping[str, tuple[str, ...]]]:
-    """Return the settings in the nearest pyproject.toml that has any, as options of the command, and ignores per file.
-
-    The search begins in `start` and goes on in the directories above it.
+def explain(options: argparse.Namespace) -> int:
+    """Print the requested rules, and return the exit code.
 
     Raises:
-        ConfigError: The file cannot be read, or has a key or a value that is not allowed.
+        ConfigError: There is no such rule, or none is requested.
     """
-    for path in (directory / "pyproject.toml" for directory in (start, *start.parents)):
-        table = _table(path) if path.is_file() else None
-        if table is not None:
-            return _settings(table, f"{path}: [{'.'.join(_TABLE)}]")
-    return _settings({}, "")
+    if bool(options.rules) == options.all:
+        raise ConfigError("write the code or name of a rule, or --all")
+    check_codes(options.rules, RULES, "rule")
+    chosen = [rule for rule in RULES if options.all or matches(rule, options.rules)]
+    sys.stdout.write(page(chosen) if options.markdown else listing(chosen) if options.all else text(chosen))
+    return 0
 
 
-def _table(path: Path) -> Any:
-    try:
-        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}. Correct the file, which is read for settings of the linter.") from error
-    for key in _TABLE:
-        table = table.get(key) if isinstance(table, dict) else None
-    return table
+def listing(rules: Iterable[LintRule]) -> str:
+    """Return one line per rule."""
+    return "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in rules)
 
 
-def _settings(table: Any, place: str) -> tuple[argparse.Namespace, Mapping[str, tuple[str, ...]]]:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{place} is {table!r}. Write a table.")
-    parser = _SettingsParser(prog=place)
-    add_lint_arguments(parser)
-    words, per_file = list[str](), table.pop(_PER_FILE, {})
-    for key, value in table.items():
-        if key not in _KEYS:
-            close = get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{place}: unknown key {key!r} (allowed: {', '.join(_KEYS)}). Write {close}.")
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        words += [] if value is False else [f"--{key}"] if value is True else [f"--{key}={text}"]
-    if not isinstance(per_file, dict) or not all(isinstance(codes, list) for codes in per_file.values()):
-        raise ConfigError(f'{place}: {_PER_FILE} is {per_file!r}. Write a table such as "*zero3*.json" = ["DSC201"].')
-    return parser.parse_args(words), {pattern: tuple(map(str, codes)) for pattern, codes in per_file.items()}
+def text(rules: Iterable[LintRule]) -> str:
+    """Return the full description of the rules."""
+    return "\n".join(_section(rule, "#") for rule in rules)
+
+
+def page(rules: Iterable[LintRule]) -> str:
+    """Return the documentation page: a table and a section for each rule, grouped by family."""
+    rules = sorted(rules, key=lambda rule: rule.code)
+    families = dict.fromkeys(rule.family for rule in rules)
+    version = json.loads(Path(__file__).with_name("keys.json").read_bytes())["deepspeed"]
+    parts = [_HEAD.format(version=version)]
+    for family in families:
+        of_family = [rule for rule in rules if rule.family == family]
+        parts.append("\n".join((f"## {family[0].upper()}{family[1:]}\n", *_table(of_family), "")))
+        parts += [_section(rule, "###") for rule in of_family]
+    return "\n".join(parts)
+
+
+def _table(rules: Iterable[LintRule]) -> Iterator[str]:
+    yield "| code | name | severity | fix | what it finds |"
+    yield "|---|---|---|---|---|"
+    for rule in rules:
+        fix = fix_of(rule)
+        marked = "" if fix is None else "safe" if fix.safe else "unsafe"
+        summary = rule.summary.replace("|", "\\|")
+        link = f"[{rule.code}](#{rule.code.lower()}-{rule.name})"
+        yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {summary} |"
+
+
+def fix_of(rule: LintRule) -> Fix | None:
+    """Return the fix that the rule proposes for its bad example, or None."""
+    found = rule.check(parse(rule.wrong), Context(**rule.context))
+    return next((one.fix for one in found if one.fix is not None), None)
+
+
+def _section(rule: LintRule, heading: str) -> str:
+    fix = fix_of(rule)
+    fixed = () if fix is None else (f"`--fix{'' if fix.safe else ' --unsafe-fixes'}`: {fix.title}.\n",)
+    return "\n".join(
+        (
+            f"{heading} {rule.code} {rule.name}\n",
+            f"{rule.severity.capitalize()}. {rule.summary}\n",
+            f"{rule.reason}\n",
+            f"{_PROOFS[rule.proof.kind].format(rule.proof.text.rstrip('.'))}\n",
+            *fixed,
+            *_shown_example("Wrong", rule.wrong, rule.context),
+            *_shown_example("Right", rule.right, rule.context),
+        )
+    )
+
+
+def _shown_example(title: str, source: str, context: Mapping[str, object]) -> Iterator[str]:
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in context.items())
+    yield f"{title}{f' ({given})' if given else ''}:\n"
+    yield f"```hjson\n{source.strip()}\n```\n"

@@ -88,8 +88,6 @@ class Document:
     """Syntax that is HJSON but not JSON, in the order of the text."""
     fixable: bool = True
     """True if `text` can be edited; False if it is derived from something else, such as base64."""
-    origin: Node | None = None
-    """Configuration of Accelerate from which `root` was derived, as it is written."""
 
     @property
     def data(self) -> dict[str, Any]:
@@ -200,10 +198,6 @@ class Document:
         """Return the device of `offload_optimizer` or `offload_param`, or None if it is not a valid one."""
         device = self.string(_ZERO, what, "device")
         return device if device in _OFFLOADS else None
-
-    @property
-    def zenflow(self) -> bool:
-        return isinstance(self.get(_ZERO, "zenflow"), dict)
 
     @property
     def scatters(self) -> bool:

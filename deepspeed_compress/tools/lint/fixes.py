@@ -6,8 +6,8 @@ would have to change, such as text after an unquoted string; `fix` then returns 
 
 import difflib
 import re
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,8 +16,8 @@ from deepspeed_compress.tools.lint.document import Document, Member, Node
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.values import match, to_json
 
-MAX_ROUNDS = 100
-"""Maximum number of rounds. A fix may reveal another finding; more rounds than this indicate a defect in a rule."""
+MAX_FIXES = 200
+"""Maximum number of fixes of a file. A fix may reveal another finding; more than this indicate a defect in a rule."""
 Edits = tuple[Edit, ...]
 
 _COMMA = re.compile(r"(?>[ \t\n\r]|#[^\n\r]*|//[^\n\r]*|/\*(?s:.*?)\*/)*+,")
@@ -77,46 +77,6 @@ def remove(document: Document, path: Path, member: Member | None = None) -> Edit
     return (_whole_lines(document.text, member.key_span.start, member.value.span.end), *behind)
 
 
-def add(document: Document, path: Path, key: str, value: object) -> Edits:
-    """Return the edits that append a key to the object at `path`. Missing objects are added too."""
-    node = document.node(*path)
-    if node is None:
-        return add(document, path[:-1], str(path[-1]), {key: value}) if path else ()
-    return _append(document.text, node, f"{to_json(key)}: {to_json(value)}") if node.kind == "object" else ()
-
-
-def move(document: Document, path: Path, to: Path) -> Edits:
-    """Return the edits that move the value at `path` to the key `to`, which must not exist.
-
-    A value with comments is not moved to another place, because they would be lost.
-    """
-    member, depth = document.member(*path), len(path) - 1
-    if member is None or document.has(*to):
-        return ()
-    if to[:depth] == path[:-1] and not document.has(*to[: depth + 1]):
-        return _wrap(document.text, member, to[depth:])
-    if _has_comments(document, member):
-        return ()
-    removed, added = remove(document, path), add(document, to[:-1], str(to[-1]), document.get(*path))
-    return (*removed, *added) if removed and added else ()
-
-
-def _has_comments(document: Document, member: Member) -> bool:
-    """Return True if there is a comment between the start of a key and the end of its value."""
-    inside = range(member.key_span.start, member.value.span.end)
-    return any(one.kind == "comment" and one.span.start in inside for one in document.extensions)
-
-
-def _wrap(text: str, member: Member, keys: Path) -> Edits:
-    """Return the edits that wrap a value into new objects in place. The last of `keys` is the innermost."""
-    *outer, last = (to_json(str(key)) for key in keys)
-    renamed = Edit(member.key_span, "".join(f"{key}: {{" for key in outer) + last)
-    if not outer:
-        return (renamed,)
-    end = member.value.span.end
-    return () if unquoted(text, member.value) else (renamed, Edit(Span(end, end), "}" * len(outer)))
-
-
 def _comma(text: str, end: int) -> int | None:
     """Return the end of the comma after a value, if only space and comments precede the comma, else None."""
     comma = _COMMA.match(text, end)
@@ -151,25 +111,6 @@ def _remove_last(text: str, before: Member, member: Member) -> Edits:
     return (*ahead, _whole_lines(text, member.key_span.start, end))
 
 
-def _append(text: str, node: Node, pair: str) -> Edits:
-    if not node.members:
-        inside = text[node.span.start : node.span.start + 1] == "{"
-        return (Edit(Span(node.span.start + 1, node.span.start + 1), pair),) if inside else ()
-    last = node.members[-1]
-    end = last.value.span.end
-    line_start = text.rfind("\n", 0, last.key_span.start) + 1
-    indent = text[line_start : last.key_span.start]
-    if unquoted(text, last.value):
-        return () if indent.strip() else (Edit(Span(end, end), f"{_line_end(text)}{indent}{pair}"),)
-    own_line = not indent.strip() and line_start > node.span.start
-    return (Edit(Span(end, end), f",{_line_end(text)}{indent}{pair}" if own_line else f", {pair}"),)
-
-
-def _line_end(text: str) -> str:
-    """Return the characters that end the first line of `text`."""
-    return "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"
-
-
 def unquoted(text: str, node: Node) -> bool:
     """Return True if `node` is an unquoted string, which extends to the end of its line."""
     return node.kind == "string" and text[node.span.start] not in "\"'"
@@ -189,26 +130,17 @@ class Fixed:
 
 
 def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]], unsafe: bool = False) -> Fixed:
-    """Apply the possible fixes in rounds. Fixes that touch the same characters are applied in different rounds."""
+    """Apply the possible fixes one after the other, because each may change what is found and where."""
     count, remaining = 0, tuple(lint(document))
-    for _ in range(MAX_ROUNDS if document.fixable else 0):
-        better = next(_improved(document, remaining, unsafe), None)
+    while document.fixable and count < MAX_FIXES:
+        fixes = [one.fix for one in remaining if one.fix is not None and (one.fix.safe or unsafe)]
+        texts = (edited(document.text, one.edits) for one in fixes)
+        changed = (parse(text, document.path) for text in texts if text != document.text)
+        better = next((after for after in changed if _is_sound(document, after)), None)
         if better is None:
             break
-        document, done = better
-        count, remaining = count + done, tuple(lint(document))
+        document, count, remaining = better, count + 1, tuple(lint(better))
     return Fixed(document, count, remaining)
-
-
-def _improved(document: Document, found: Iterable[Diagnostic], unsafe: bool) -> Iterator[tuple[Document, int]]:
-    """Yield the document after as many fixes as are compatible, then after each single fix that breaks nothing."""
-    fixes = [one.fix for one in found if one.fix is not None and (one.fix.safe or unsafe)]
-    together = _compatible(fixes)
-    for chosen in (together, *([single] for single in fixes[:MAX_ROUNDS])):
-        text = edited(document.text, (edit for one in chosen for edit in one.edits))
-        after = parse(text, document.path)
-        if text != document.text and _is_sound(document, after):
-            yield after, len(chosen)
 
 
 def _is_sound(before: Document, after: Document) -> bool:
@@ -217,18 +149,6 @@ def _is_sound(before: Document, after: Document) -> bool:
     Two fixes may each be right, yet rename two keys to the same one if both are applied.
     """
     return len(after.problems) <= len(before.problems) and after.duplicates <= before.duplicates
-
-
-def _compatible(fixes: Iterable[Fix]) -> list[Fix]:
-    """Return fixes that touch no character, and no position between characters, that an earlier one touches."""
-    chosen: list[Fix] = []
-    taken: list[Span] = []  # in the order of the text, none of them touching another
-    for one in fixes:
-        if not any(touches(edit.span, taken) for edit in one.edits):
-            chosen.append(one)
-            for edit in one.edits:
-                insort(taken, edit.span, key=lambda span: (span.start, span.end))
-    return chosen
 
 
 def touches(one: Span, others: Sequence[Span]) -> bool:

@@ -68,7 +68,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-q", "--quiet", action="store_true", help="print findings and errors, but no summary or notes")
     exits = group.add_mutually_exclusive_group()
     what = "lowest severity for which the exit code is 1 (default: warning)"
-    exits.add_argument("--exit-on", choices=SEVERITIES, help=what)
+    exits.add_argument("--exit-on", choices=SEVERITIES, default="warning", help=what)
     exits.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
 
 

@@ -1,24 +1,22 @@
 """Selection of rules by options and by suppressions in a file, and their application to a document."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Place
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.files import file_matches
 from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.rules.accelerate import embedded
 from deepspeed_compress.tools.lint.rules.syntax import placeholders, without_placeholders
 from deepspeed_compress.tools.lint.scanner import parse
 
 ALL = "ALL"
 _REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
-_ALWAYS = ("DSC0", "DSC73")
-"""Rules of the syntax and of Accelerate's configuration, which also apply if nothing could be read."""
+_ALWAYS = "DSC0"
+"""Rules of the syntax, which also apply if nothing could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +25,10 @@ class Selection:
 
     select: tuple[str, ...] = (ALL,)
     ignore: tuple[str, ...] = ()
-    per_file: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Additional rules to ignore in files whose name or path matches a pattern."""
 
     def choose(self, rules: Iterable[LintRule], document: Document) -> list[LintRule]:
         """Return the rules to apply to `document`."""
-        per_file = (codes for pattern, codes in self.per_file.items() if file_matches(document.path, pattern))
-        ignored = [code for codes in (*per_file, ignored_inside(document)) for code in codes]
+        ignored = ignored_inside(document)
         return [
             rule
             for rule in rules
@@ -92,7 +87,6 @@ def lint_document(
     document: Document, context: Context, selection: Selection, rules: Sequence[LintRule] = RULES
 ) -> list[Diagnostic]:
     """Return the findings of `rules` in `document`, in the order of its lines."""
-    document = embedded(document)
     lines, spans = LineIndex(document.text), placeholders(document)
     # If nothing could be read, only the rules about syntax apply.
     chosen = (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))

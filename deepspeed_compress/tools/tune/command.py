@@ -15,8 +15,7 @@ from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_lock
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.file_locks import hold
-from deepspeed_compress.safe_files import write_json, write_text
+from deepspeed_compress.safe_files import hold, write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tables import new_console
 from deepspeed_compress.tools.tune.halving import make_rungs

@@ -1,21 +1,22 @@
 """Conversion of text into token windows: the corpus, the tokenizer, the token cache, and the data of each step.
 
 corpus      the example text, the text files of a run, and the documents in them
-tokenizer   trains and loads a byte-level BPE tokenizer directory
-tokens      encodes a corpus once into a memory-mapped file, and selects the windows that a step reads
+tokens      trains and loads a byte-level BPE tokenizer directory, encodes a corpus once into a memory-mapped file, and
+            selects the windows that a step reads
 """
 
 from deepspeed_compress.training.data.corpus import fetch_corpus, text_files
-from deepspeed_compress.training.data.tokenizer import load_tokenizer, train_tokenizer
 from deepspeed_compress.training.data.tokens import (
     TokenCache,
     Windows,
     build_cache,
     cache_key,
     eval_starts,
+    load_tokenizer,
     open_cache,
     split_windows,
     step_starts,
+    train_tokenizer,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Token cache: a corpus that is encoded once and read through a memory map, and the selection of each step's tokens.
+"""Tokenizer and token cache: a corpus that is encoded once and read through a memory map, and each step's tokens.
 
 `<directory>/<key>.bin` holds the tokens of all files one after another, as little-endian uint16 or uint32.
 `<key>.json` has the start of each file. The key is a digest of the texts and the tokenizer, so a cache never serves
@@ -7,12 +7,18 @@ complete.
 
 There is no iterator state: (seed, n) determine what step n reads. So a resumed run continues exactly, and the batch of
 a step is the same with any number of data-parallel ranks.
+
+The tokenizer is a directory with tokenizer.json, which transformers loads. Byte-level BPE as in GPT-2 (Radford et al.
+2019, section 2.2) can encode any text, so there is no unknown token. The only special token ends each document.
 """
 
 import hashlib
 import json
+import os
 import secrets
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,16 +27,122 @@ from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.safe_files import replacing
 from deepspeed_compress.training.data.corpus import CHUNK_CHARS, documents
-from deepspeed_compress.training.data.tokenizer import end_token, load_tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+SAMPLE_CHARS = 200_000_000
+MIN_VOCAB = 257
+"""Smallest vocabulary: 256 bytes and the special token."""
+
+
+def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> Path:
+    """Train on the first 200 million characters of `files`, write `directory`, and return it.
+
+    A small corpus may give fewer than `vocab_size` tokens. The directory appears complete or not at all.
+
+    Raises:
+        DataError: if a file cannot be read or `vocab_size` is less than 257.
+    """
+    if vocab_size < MIN_VOCAB:
+        raise DataError(f"vocab_size: {vocab_size} is too small for 256 bytes and one special token; write {MIN_VOCAB}")
+    tokenizer = _untrained()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(files, SAMPLE_CHARS), trainer)
+    _write_whole(directory, tokenizer)
+    return directory
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of `directory`, which may be any directory with a tokenizer.json.
+
+    Raises:
+        DataError: if there is none, or it cannot be parsed.
+    """
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"--tokenizer {directory}: contains no tokenizer.json; choose a directory that does")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"--tokenizer {directory}: tokenizer.json cannot be read: {error}") from None
+
+
+def end_token(directory: Path, tokenizer: Tokenizer) -> int:
+    """Return the id of the token that ends a document: `eos_token` of tokenizer_config.json, else <|endoftext|>.
+
+    Raises:
+        DataError: if the vocabulary does not have that token.
+    """
+    name = _named_end_token(directory / "tokenizer_config.json") or END_OF_TEXT
+    identifier = tokenizer.token_to_id(name)
+    if identifier is None:
+        raise DataError(
+            f"--tokenizer {directory}: its vocabulary has no token {name!r} to end documents; write one that it has as "
+            "eos_token in tokenizer_config.json"
+        )
+    return int(identifier)
+
+
+def _named_end_token(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    try:
+        name = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError):
+        raise DataError(f"{file}: not a JSON object") from None
+    return str(name["content"]) if isinstance(name, dict) else name
+
+
+def _untrained() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sample(files: Iterable[Path], limit: int) -> Iterator[str]:
+    """Yield parts of the text until `limit` characters are read."""
+    for file in files:
+        for document in documents(file):
+            for piece in document:
+                yield piece
+                limit -= len(piece)
+                if limit <= 0:
+                    return
+
+
+def _write_whole(directory: Path, tokenizer: Tokenizer) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    tokenizer.save(str(scratch / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "bos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    (scratch / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    scratch.chmod(0o755)
+    try:
+        os.replace(scratch, directory)
+    except OSError as error:
+        shutil.rmtree(scratch)
+        raise DataError(
+            f"--tokenizer {directory}: exists and is not empty, but is not a tokenizer; choose another directory"
+        ) from error
+
 
 FORMAT = 1
-Progress = Callable[[str, int, int], None]
-"""Function called as progress(what, done, total), in bytes of text. During encoding, characters count as bytes."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +154,12 @@ class TokenCache:
     vocab_size: int
 
 
-def cache_key(files: list[Path], tokenizer: Path, progress: Progress | None = None) -> str:
+def cache_key(files: list[Path], tokenizer: Path) -> str:
     """Return 32 hexadecimal digits from the content of `files` in order and of the tokenizer.
 
     Raises:
         DataError: if a file cannot be read.
     """
-    total, done = _size(files), 0
     digest = hashlib.sha256(f"format {FORMAT}".encode())
     for file in [tokenizer / "tokenizer.json", *files]:
         try:
@@ -56,20 +167,10 @@ def cache_key(files: list[Path], tokenizer: Path, progress: Progress | None = No
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         except OSError as error:
             raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
-        if progress and file in files:
-            done += file.stat().st_size
-            progress("reading", done, total)
     return digest.hexdigest()[:32]
 
 
-def build_cache(
-    files: list[Path],
-    tokenizer: Path,
-    directory: Path,
-    key: str,
-    progress: Progress | None = None,
-    chunk_chars: int = CHUNK_CHARS,
-) -> None:
+def build_cache(files: list[Path], tokenizer: Path, directory: Path, key: str, chunk_chars: int = CHUNK_CHARS) -> None:
     """Encode `files` into `directory` under `key`, unless that cache exists.
 
     Several processes may do this at once: the last rename wins, and all contents are the same. Memory use does not
@@ -82,7 +183,7 @@ def build_cache(
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _encode_all(files, tokenizer, directory, key, progress, chunk_chars)
+        _encode_all(files, tokenizer, directory, key, chunk_chars)
     except OSError as error:
         raise DataError(f"token cache {directory}: cannot be written: {error.strerror or error}") from None
 
@@ -101,42 +202,33 @@ def open_cache(directory: Path, key: str) -> TokenCache:
     return TokenCache(tokens, tuple(index["bounds"]), index["vocab_size"])
 
 
-def _encode_all(
-    files: list[Path], tokenizer: Path, directory: Path, key: str, progress: Progress | None, chunk_chars: int
-) -> None:
+def _encode_all(files: list[Path], tokenizer: Path, directory: Path, key: str, chunk_chars: int) -> None:
     loaded = load_tokenizer(tokenizer)
     vocab_size, end = loaded.get_vocab_size(), end_token(tokenizer, loaded)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    bounds, done, total = [0], 0, _size(files)
+    bounds = [0]
     with _replacing(_token_file(directory, key)) as stream:
         for file in files:
             bounds.append(bounds[-1])
-            for tokens, chars in _encoded(file, loaded, end, chunk_chars):
+            for tokens in _encoded(file, loaded, end, chunk_chars):
                 stream.write(np.asarray(tokens, dtype=dtype).tobytes())
                 bounds[-1] += len(tokens)
-                done += chars
-                if progress:
-                    progress("encoding", done, total)
     with _replacing(_index_file(directory, key)) as stream:
         index = {"format": FORMAT, "dtype": dtype.str, "vocab_size": vocab_size, "bounds": bounds}
         stream.write(json.dumps(index | {"files": [str(file) for file in files]}).encode())
 
 
-def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the tokens of each part of the text, and the number of characters that they encode."""
+def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[list[int]]:
+    """Yield the tokens of each part of the text."""
     for document in documents(file, chunk_chars):
         for piece in document:
-            yield tokenizer.encode(piece, add_special_tokens=False).ids, len(piece)
-        yield [end], 0
+            yield tokenizer.encode(piece, add_special_tokens=False).ids
+        yield [end]
 
 
 def _replacing(target: Path) -> AbstractContextManager[BinaryIO]:
     """Return a context that replaces `target` by a new file. Ranks of several hosts may write the same one."""
     return replacing(target, target.with_name(f".{target.name}-{secrets.token_hex(8)}"))
-
-
-def _size(files: list[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
 
 
 def _token_file(directory: Path, key: str) -> Path:

@@ -28,7 +28,7 @@ from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.direct import DirectFile
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import Memory
-from deepspeed_compress.file_locks import hold
+from deepspeed_compress.safe_files import hold
 from deepspeed_compress.tools.checkpoint import convert_to_universal
 from tests.support.forks import RankError, run_forks
 from tests.support.full_disk import full_disk

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +13,6 @@ from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.lint.scanner import parse
 from tests.support.properties import properties
-
-pytestmark = pytest.mark.sampled(8)
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**62, -(2**63) + 1, 0.5, 1e308, -1e-308, "", "auto", "true", "1e400", "9" * 30),
@@ -64,9 +61,8 @@ def shake(document: Document, context: Context) -> None:
     assert again.text == fixed.text
 
 
-@pytest.mark.parametrize("rule", [pytest.param(rule, id=rule.code) for rule in RULES])
-@settings(properties, max_examples=12)
-@given(data=st.data())
+@settings(properties, max_examples=100)
+@given(rule=st.sampled_from(RULES), data=st.data())
 def test_odd_values(rule: LintRule, data: st.DataObject) -> None:
     document = parse(rule.wrong)
     text = rule.wrong

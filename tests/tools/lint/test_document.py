@@ -18,7 +18,7 @@ from tests.tools.lint.texts import CONFIGS, NOISE, broken
 
 SAMPLED = pytest.mark.sampled(10)
 
-MANY = settings(properties, max_examples=300)
+MANY = settings(properties, max_examples=80)
 
 
 def theirs(text: str) -> Any:

@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_compress.diagnostics import Diagnostic, Edit, Span, at, write
+from deepspeed_compress.tools.lint.command import fix_of
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.explain import fix_of
-from deepspeed_compress.tools.lint.fixes import Edits, add, apply, diff, edited, fix, move, remove, rename, replace
+from deepspeed_compress.tools.lint.fixes import Edits, apply, diff, edited, fix, remove, rename, replace
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document
@@ -46,30 +46,17 @@ d: 3
         (LINES, lambda d: rename(d, ("b", "c"), "e"), LINES.replace('"c"', '"e"')),
         (LINES, lambda d: replace(d, ("d",), {"x": "y"}), LINES.replace("[3]", '{"x": "y"}')),
         (LINES, lambda d: replace(d, ("d", 0), 4), LINES.replace("3", "4")),
-        (LINES, lambda d: add(d, (), "e", 5), LINES.replace("[3]", '[3],\n  "e": 5')),
-        (LINES, lambda d: add(d, ("b",), "e", 5), LINES.replace('"c": 2', '"c": 2,\n    "e": 5')),
-        (LINES, lambda d: add(d, ("e",), "f", 5), LINES.replace("[3]", '[3],\n  "e": {"f": 5}')),
-        (LINES, lambda d: move(d, ("a",), ("b", "a")), LINES.replace('"a": 1, ', "").replace("2", '2,\n    "a": 1')),
-        (LINES, lambda d: move(d, ("d",), ("e", "f")), LINES.replace('"d": [3]', '"e": {"f": [3]}')),
-        (INLINE, lambda d: move(d, ("b", "c"), ("c",)), '{"a": 1, "b": {}, "d": [3], "c": 2}'),
-        (INLINE, lambda d: move(d, ("a",), ("c",)), '{"c": 1, "b": {"c": 2}, "d": [3]}'),
         (INLINE, lambda d: remove(d, ("a",)), '{"b": {"c": 2}, "d": [3]}'),
         (INLINE, lambda d: remove(d, ("b",)), '{"a": 1, "d": [3]}'),
         (INLINE, lambda d: remove(d, ("d",)), '{"a": 1, "b": {"c": 2}}'),
         (INLINE, lambda d: remove(d, ("b", "c")), '{"a": 1, "b": {}, "d": [3]}'),
-        (INLINE, lambda d: add(d, ("b",), "e", 5), '{"a": 1, "b": {"c": 2, "e": 5}, "d": [3]}'),
         ('{"a": "s" b: 1}', lambda d: replace(d, ("a",), 7), '{"a": 7, b: 1}'),
         ('{"a": 1 /*,*/, "b": 2}', lambda d: remove(d, ("a",)), '{/*,*/ "b": 2}'),
-        ("{}", lambda d: add(d, (), "e", 5), '{"e": 5}'),
-        ("{ }", lambda d: add(d, ("b",), "e", 5), '{"b": {"e": 5} }'),
         (HJSON, lambda d: remove(d, ("a",)), HJSON.replace("a: one\n", "")),
         (HJSON, lambda d: remove(d, ("d",)), HJSON.replace("\nd: 3", "")),
-        (HJSON, lambda d: add(d, ("b",), "e", 5), HJSON.replace("two", 'two\n  "e": 5')),
         ("a: one\nb: 2 # c\n", lambda d: remove(d, ("b",)), "a: one\n# c\n"),
         ('{"a": 1, // x\n "b": 2}', lambda d: remove(d, ("b",)), '{"a": 1 // x\n }'),
         ('{\n"a": 1,\r\n"b": 2\r\n}', lambda d: remove(d, ("a",)), '{\n"b": 2\r\n}'),
-        ('{\r\n "a": 1\r\n}', lambda d: add(d, (), "b", 2), '{\r\n "a": 1,\r\n "b": 2\r\n}'),
-        ("a: one\r\n", lambda d: add(d, (), "b", 2), 'a: one\r\n"b": 2\r\n'),
         ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",), d.root.members[0]), '{"a": 2}'),
         ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",)), '{"a": 1}'),
     ],
@@ -88,12 +75,6 @@ def test_edits(text: str, work: Callable[[Document], Edits], result: str) -> Non
         lambda d: rename(d, ("x",), "y"),
         lambda d: replace(d, ("x",), 1),
         lambda d: replace(parse('{"a": 1, "a": 2}'), ("a",), 3),
-        lambda d: add(d, ("a",), "x", 1),
-        lambda d: move(d, ("a",), ("b",)),
-        lambda d: move(d, ("x",), ("y",)),
-        lambda d: move(parse("{a: word\n}"), ("a",), ("b", "c")),
-        lambda d: move(parse('{"a": {"b": {"c": 1 /* why */}}}'), ("a", "b"), ("d", "b")),
-        lambda d: move(parse('{"a": {"b": /* why */ 1}}'), ("a", "b"), ("b",)),
     ],
 )
 def test_impossible_edits_are_empty(work: Callable[[Document], Edits]) -> None:
@@ -114,7 +95,6 @@ def test_edits_change_the_data_as_they_say(text: str, data: st.DataObject) -> No
         (remove(document, path), lambda holder: holder.pop(path[-1])),
         (replace(document, path, 7), lambda holder: holder.update({path[-1]: 7})),
         (rename(document, path, "new"), lambda holder: holder.update({"new": holder.pop(path[-1])})),
-        (add(document, path[:-1], "new", [1]), lambda holder: holder.update({"new": [1]})),
     )
     for edits, change in changes:
         after, expected = parse(edited(text, edits)), parse(text)
@@ -138,7 +118,7 @@ def test_unsafe_fixes_are_applied_on_request() -> None:
     assert (every.text, every.count, every.remaining) == ('{"zero_optimization": {"stage": 3}}', 2, ())
 
 
-def test_touching_fixes_are_applied_one_after_the_other() -> None:
+def test_fixes_are_applied_one_after_the_other() -> None:
     document = parse("{'amp': {'b': tru\n}, zero_optimization: {stage: 5,},}")
     fixed = apply(document, lint_with(STRICT, STAGE))
     assert fixed.text == '{"amp": {"b": "tru"\n}, "zero_optimization": {"stage": 3}}'
@@ -166,7 +146,7 @@ def test_a_difference_can_be_patched() -> None:
     )
 
 
-FIXED = [pytest.param(rule, id=rule.code) for rule in RULES if fix_of(rule) is not None]
+FIXED = [rule for rule in RULES if fix_of(rule) is not None]
 FILLER = st.sampled_from(("", " ", "\n", "\t", "\r\n", " // a comment\n", "/* b */", "\n# c\n"))
 
 
@@ -179,9 +159,8 @@ def spread(text: str, gaps: list[str]) -> str:
     return edited(text, edits)
 
 
-@pytest.mark.parametrize("rule", FIXED)
-@settings(properties, max_examples=10)
-@given(gaps=st.lists(FILLER, min_size=3, max_size=8))
+@settings(properties, max_examples=60)
+@given(rule=st.sampled_from(FIXED), gaps=st.lists(FILLER, min_size=3, max_size=8))
 def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
     """White space and comments around keys do not matter to fixes."""
     document = parse(rule.wrong if parse(rule.wrong).problems else spread(rule.wrong, gaps))
@@ -194,7 +173,3 @@ def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
     assert not any(finding.fix for finding in fixed.remaining)
     assert len(fixed.document.problems) <= len(document.problems)
     assert apply(fixed.document, lint, unsafe=True).text == fixed.text
-
-
-def test_several_rules_have_fixes() -> None:
-    assert len(FIXED) >= 10

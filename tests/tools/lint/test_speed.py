@@ -85,12 +85,11 @@ def test_many_files(tmp_path: Path) -> None:
     assert sum(entry.callcount for entry in profile.getstats()) < 26_000 * FILES
 
 
-@pytest.mark.parametrize("depth", [1, 99])
-def test_ten_megabytes_through_every_rule(tmp_path: Path, depth: int) -> None:
+def test_ten_megabytes_through_every_rule(tmp_path: Path) -> None:
     """Large files are truncated. The remaining part takes a tenth of the limit if nothing else runs."""
     path = tmp_path / "ds_config.json"
     inside = ", ".join(f'"key{number}": [{number}, "auto", true]' for number in range(200_000))
-    path.write_text('{"zero_optimization": ' * depth + f"{{{inside}}}" + "}" * depth)
+    path.write_text('{"zero_optimization": ' * 99 + f"{{{inside}}}" + "}" * 99)
     [source] = sources([str(path)])
     start = time.process_time()
     findings = lint_document(source.document, Context(framework="hf", world_size=8), Selection(), RULES)

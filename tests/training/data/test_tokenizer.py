@@ -5,7 +5,7 @@ import pytest
 
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import load_tokenizer, train_tokenizer
-from deepspeed_compress.training.data.tokenizer import END_OF_TEXT, end_token
+from deepspeed_compress.training.data.tokens import END_OF_TEXT, end_token
 
 
 def test_transformers_loads_the_tokenizer(tokenizer: Path) -> None:

@@ -1,4 +1,3 @@
-import json
 import threading
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from hypothesis import strategies as st
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import build_cache, cache_key, load_tokenizer, open_cache, train_tokenizer
 from deepspeed_compress.training.data.corpus import documents, split_at_words
-from deepspeed_compress.training.data.tokenizer import END_OF_TEXT
-from deepspeed_compress.training.data.tokens import TokenCache
+from deepspeed_compress.training.data.tokens import END_OF_TEXT, TokenCache
 from tests.support.properties import properties
 
 
@@ -123,14 +121,3 @@ def test_a_json_line_without_text_is_refused(tmp_path: Path, line: str) -> None:
     file.write_text('{"text": "one"}\n' + line + "\n")
     with pytest.raises(DataError, match=r'd\.jsonl:2: expected a JSON object with a string "text"'):
         [list(document) for document in documents(file)]
-
-
-def test_progress_ends_at_the_total(tokenizer: Path, tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("word " * 100)
-    seen: list[tuple[str, int, int]] = []
-    key = cache_key([file], tokenizer, lambda *call: seen.append(call))
-    build_cache([file], tokenizer, tmp_path, key, lambda *call: seen.append(call), chunk_chars=50)
-    assert seen[0] == ("reading", 500, 500)
-    assert seen[-1] == ("encoding", 500, 500)
-    assert json.loads((tmp_path / f"{key}.json").read_text())["dtype"] == "<u2"

@@ -4,8 +4,16 @@ from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import BUCKETS, READ_RAW, corrected, finding, hugging_face
+from deepspeed_compress.tools.lint.rule import (
+    BUCKETS,
+    READ_RAW,
+    Context,
+    Findings,
+    corrected,
+    finding,
+    hugging_face,
+    rule,
+)
 from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
 _BY_BOTH: frozenset[Path] = frozenset(
@@ -39,7 +47,6 @@ BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "params
 _ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
 # Keys whose values are names chosen by users.
 _NAMES = frozenset({"job_name", "group", "team", "project", "workspace", "experiment_name"})
-_OF_INFERENCE: Path = ("replace_method",)
 _OWN_SECTIONS = frozenset({"autotuning", "expert_parallel"})
 
 
@@ -108,7 +115,7 @@ def auto_not_filled(document: Document, context: Context) -> Findings:
     filled = BY_TRAINER if context.framework == "hf" else _BY_BOTH
     everything = leaves(document.data) if hugging_face(context) else ()
     left = [path for path, value in everything if value == AUTO and path not in filled]
-    left = [path for path in left if path[0] != OUR_SECTION and path != _OF_INFERENCE]
+    left = [path for path in left if path[0] != OUR_SECTION]
     if left:
         who = "the Trainer" if context.framework == "hf" else "Accelerate"
         what = f'{who} does not fill in "auto" at {", ".join(map(name, left))}, and stops'

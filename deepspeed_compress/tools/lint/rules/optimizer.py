@@ -1,11 +1,24 @@
-"""Rules on the optimizer: its type, and parameters that it does not have or ignores."""
+"""Rules on the optimizer: its type, its parameters, and values that DeepSpeed calculates with without a check."""
 
-from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, move, remove
-from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ONE_BIT, finding, key_finding, unknown_parameter, unknown_word
-from deepspeed_compress.tools.lint.values import means_auto, show
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.diagnostics import Path
+from deepspeed_compress.tools.lint.document import Document, Node
+from deepspeed_compress.tools.lint.fixes import fix, remove
+from deepspeed_compress.tools.lint.keys import closest, keys, known_values
+from deepspeed_compress.tools.lint.rule import (
+    ONE_BIT,
+    Context,
+    Findings,
+    finding,
+    key_finding,
+    rule,
+    unknown_parameter,
+    unknown_word,
+)
+from deepspeed_compress.tools.lint.rules.schedulers import OWN, scheduler_name
+from deepspeed_compress.tools.lint.values import means_auto, number, show, text_number
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
@@ -49,8 +62,8 @@ def unknown_optimizer(document: Document, context: Context) -> Findings:
 
 
 @rule("DSC503", "warning")
-def optimizer_without_type(document: Document, context: Context) -> Findings:
-    """The section optimizer has no type.
+def section_without_type(document: Document, context: Context) -> Findings:
+    """The section optimizer or scheduler has no type.
 
     DeepSpeed ignores such a section (runtime/config.py).
 
@@ -58,8 +71,9 @@ def optimizer_without_type(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
     Proof: ignores
     """
-    if isinstance(document.get("optimizer"), dict) and not document.has(*_TYPE):
-        yield key_finding(("optimizer",), 'without "type" the optimizer is ignored', '"type": "AdamW" as well')
+    for part, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        if isinstance(document.get(part), dict) and not document.has(part, "type"):
+            yield key_finding((part,), f'without "type" the {part} is ignored', f'"type": "{example}" as well')
 
 
 @rule("DSC502", "error")
@@ -136,8 +150,7 @@ def max_grad_norm_in_params(document: Document, context: Context) -> Findings:
     path = (*_PARAMS, "max_grad_norm")
     if document.has(*path):
         clips = document.has("gradient_clipping")
-        edits = remove(document, path) if clips else move(document, path, ("gradient_clipping",))
-        correction = fix("Use gradient_clipping", edits, safe=not clips)
+        correction = fix("Use gradient_clipping", remove(document, path), safe=False) if clips else None
         value = show(document.get(*path))
         what = f"{value} is refused here (allowed: as gradient_clipping, outside of the optimizer)"
         yield key_finding(path, what, f'"gradient_clipping": {value} in the outermost object', correction)
@@ -177,21 +190,6 @@ def large_learning_rate(document: Document, context: Context) -> Findings:
         yield finding((*_PARAMS, "lr"), what, "a smaller number")
 
 
-@rule("DSC508", "warning")
-def adamw_mode_ignored(document: Document, context: Context) -> Findings:
-    """adam_w_mode false has no effect with type AdamW.
-
-    The type takes precedence (runtime/engine.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "adam_w_mode": false}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.0001, "adam_w_mode": false}}}
-    Proof: accepts the weight decay is decoupled all the same
-    """
-    if document.optimizer == "adamw" and document.get(*_PARAMS, "adam_w_mode") is False:
-        path = (*_PARAMS, "adam_w_mode")
-        yield finding(path, 'false has no effect with "AdamW"', '"type": "Adam", or remove the key')
-
-
 @rule("DSC509", "info")
 def adam_is_adamw(document: Document, context: Context) -> Findings:
     """Adam with weight decay is AdamW.
@@ -209,27 +207,6 @@ def adam_is_adamw(document: Document, context: Context) -> Findings:
     if document.optimizer == "adam" and decay is not None and decay >= _FELT and not meant:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
         yield finding(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
-
-
-@rule("DSC511", "warning")
-def fp32_states_overridden(document: Document, context: Context) -> Findings:
-    """fp32_optimizer_states is given together with bf16_optimizer_states.
-
-    The latter takes precedence, with a warning (runtime/engine.py).
-
-    Wrong: {"train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "fp32_optimizer_states": true}},
-        "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    Proof: accepts the states are in bf16
-    """
-    path = (*_PARAMS, "fp32_optimizer_states")
-    on_cpu = document.offload("offload_optimizer")
-    if document.get(*path) is True and on_cpu and document.is_true("bf16", "bf16_optimizer_states"):
-        yield finding(path, "true is overridden by bf16_optimizer_states", 'false, or "bf16_optimizer_states": false')
 
 
 @rule("DSC516", "error")
@@ -251,3 +228,158 @@ def legacy_fusion_fails(document: Document, context: Context) -> Findings:
         what = "true makes the first step fail (allowed: false)"
         correction = fix("Remove it", remove(document, ("optimizer", "legacy_fusion")))
         yield finding(("optimizer", "legacy_fusion"), what, "nothing: remove the key", correction)
+
+
+@rule("DSC505", "error")
+def betas_range(document: Document, context: Context) -> Findings:
+    """The betas are not two numbers from 0 to below 1.
+
+    DeepSpeed's own Adam does not check them (ops/adam/fused_adam.py), and training diverges or fails at its first step.
+    The optimizers of torch refuse them.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "betas": [0.9, 1.5]}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "betas": [0.9, 0.95]}}}
+    Proof: accepts the running means grow without bound
+    """
+    path = (*_PARAMS, "betas")
+    value = document.get(*path)
+    # Numbers in text have their own rule.
+    if document.has(*path) and not means_auto(value) and text_number(value) is None and not _are_betas(value):
+        what = f"{show(value)} are not two numbers from 0 to below 1 (allowed: a list of them)"
+        yield finding(path, what, "[0.9, 0.999], for instance")
+
+
+def _are_betas(value: object) -> bool:
+    numbers = map(number, value) if isinstance(value, list) else ()
+    return [beta is not None and 0 <= beta < 1 for beta in numbers] == [True, True]
+
+
+_NOT_NEGATIVE = (
+    *("lr", "eps", "weight_decay", "momentum", "lr_decay", "alpha", "rho", "momentum_decay"),
+    "initial_accumulator_value",
+)
+
+
+@rule("DSC506", "error")
+def negative_optimizer_parameter(document: Document, context: Context) -> Findings:
+    """A parameter of the optimizer is negative.
+
+    The optimizers of torch refuse negative rates. With DeepSpeed's own, the loss rises (ops/adam/fused_adam.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": -0.1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    Proof: raises Invalid learning rate
+    """
+    for key in _NOT_NEGATIVE:
+        value = document.number(*_PARAMS, key)
+        accepted = key == "alpha" and document.get("optimizer", "type") == "ASGD"  # an exponent
+        if value is not None and value < 0 and not accepted:
+            yield finding((*_PARAMS, key), f"{show(value)} is negative (allowed: 0 or more)", show(-value))
+
+
+def _lacks_momentum(params: Mapping[str, Any]) -> bool:
+    return number(params.get("momentum", 0)) == 0 or number(params.get("dampening", 0)) not in (None, 0)
+
+
+_ADAM = frozenset({"adam", "adamw", "adam+offload", "adamw+offload"})
+_METHODS = ("gram", "standard")
+
+
+@rule("DSC514", "error")
+def refused_optimizer_parameter(document: Document, context: Context) -> Findings:
+    """The optimizer refuses the value of a parameter.
+
+    DeepSpeed's Adam has no AMSGrad (ops/adam/fused_adam.py, ops/adam/cpu_adam.py), Nesterov's momentum needs a
+    momentum, and Muon knows two methods (runtime/zero/muon/original_muon.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "amsgrad": true}}}
+    Right: {"train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "amsgrad": true, "torch_adam": true}}}
+    Proof: raises does not support the AMSGrad variant
+    """
+    name, params = known_optimizer(document), document.params("optimizer")
+    # The value, what refuses it, and what to write instead.
+    refused = {
+        "amsgrad": (name in _ADAM and params.get("amsgrad"), "has no AMSGrad", 'false, or "torch_adam": true as well'),
+        "nesterov": (
+            name == "SGD" and params.get("nesterov") and _lacks_momentum(params),
+            "needs momentum above 0 and no dampening",
+            '"momentum": 0.9 as well, or false',
+        ),
+        "ns_method": (
+            name == "muon" and params.get("ns_method", "gram") not in _METHODS,
+            "knows only gram and standard",
+            '"gram" or "standard"',
+        ),
+    }
+    for key, (applies, why, instead) in refused.items():
+        if applies and not means_auto(params[key]):
+            what = f"{show(params[key])} is refused: {show(document.get(*_TYPE))} {why}"
+            yield finding((*_PARAMS, key), what, instead)
+
+
+@rule("DSC515", "error")
+def optimizer_with_closure(document: Document, context: Context) -> Findings:
+    """LBFGS needs a closure, which DeepSpeed does not pass.
+
+    LBFGS evaluates the model several times per step. The engine calls the optimizer without a closure
+    (runtime/engine.py), and the first step fails.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
+    Proof: accepts the first step ends with TypeError
+    """
+    if known_optimizer(document) == "LBFGS":
+        what = '"LBFGS" needs a closure, and the first step fails without one (allowed: AdamW, for instance)'
+        yield finding(("optimizer", "type"), what, '"AdamW", for instance')
+
+
+_NUMBERS = frozenset(
+    {
+        *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "muon_lr", "adam_lr"),
+        *("alpha", "rho", "lambd", "t0", "momentum_decay", "beta2_decay", "d"),
+    }
+)
+"""Parameters of optimizers that are numbers."""
+_UNTRIED = frozenset({"lamb", "lion", "lion+offload", "adagrad+offload"})
+"""Optimizers whose kernels do not run on a CPU."""
+_ENDS = ("_lr", "lr_rate", "_step_rate", "_ratio", "_steps", "_size", "_count", "_iteration")
+"""Ends of the names of DeepSpeed's scheduler parameters that are numbers."""
+_MAY_BE_NULL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
+
+
+def not_numbers(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the paths of values with which DeepSpeed cannot calculate, with the types that it accepts there.
+
+    Which keys accept null and arrays was found by running DeepSpeed with each. Numbers in text and "auto" are left to
+    other rules. Booleans count as 0 and 1.
+    """
+    for path, kinds in _expected(document):
+        node = document.node(*path)
+        if node is not None and not _fits(node, kinds):
+            yield path, kinds
+
+
+def _fits(node: Node, kinds: tuple[str, ...]) -> bool:
+    if node.kind == "string":
+        return means_auto(node.value) or text_number(node.value) is not None
+    return node.kind in ("number", "bool", *kinds)
+
+
+def _expected(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the paths of numbers, with the types that DeepSpeed accepts there."""
+    reduced, profiled = document.stage == 0 or document.scatters, document.is_true("flops_profiler", "enabled")
+    for path, known, _ in known_values(document, strict=False):
+        is_read = profiled if path[0] == "flops_profiler" else len(path) == 1
+        unused = path[0] == "gradient_predivide_factor" and not reduced
+        if is_read and not unused and {"integer", "number"} & {*known.kinds}:
+            yield path, known.kinds
+    name = known_optimizer(document) or ""
+    for key in keys().optimizers.get(name, frozenset()) & _NUMBERS if name not in _UNTRIED else ():
+        if (name, key) != ("Adafactor", "eps"):  # two numbers
+            yield ("optimizer", "params", key), ("number",)
+    for key in document.params("scheduler") if scheduler_name(document) in OWN else ():
+        if key.endswith(_ENDS):
+            # A rate may be an array, with an item for each parameter group.
+            also = (*(["array"] if key.endswith("_lr") else []), *(["null"] if key in _MAY_BE_NULL else []))
+            yield ("scheduler", "params", key), ("number", *also)

@@ -1,4 +1,4 @@
-"""Rules on our own section that report what `config` finds. Rules that need facts about the run are in `run`.
+"""Rules on our own section: what `config` finds, and what the user states about ranks, network and framework.
 
 `config` imports pydantic, which takes a third of the linter's time, so it is imported only for files with the section.
 """
@@ -11,8 +11,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding
+from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, hugging_face, key_finding, rule
 from deepspeed_compress.tools.lint.values import show
 
 if TYPE_CHECKING:
@@ -201,3 +200,172 @@ def compress_rollout_rounding(document: Document, context: Context) -> Findings:
 
 _FEW_CHANGES = 1e-5
 """Learning rate up to which exact changes of 16-bit weights are about as small as rounded ones."""
+
+
+def _active(document: Document) -> bool:
+    """Return True if gradients are compressed, by whichever method."""
+    ours = document.get(OUR_SECTION)
+    return isinstance(ours, dict) and document.section(OUR_SECTION, "gradients").get("method") != "none"
+
+
+def _data_parallel(document: Document, context: Context) -> int | None:
+    if context.world_size is None:
+        return None
+    ranks, rest = divmod(context.world_size, document.stages * document.tensor_size)
+    return ranks if rest == 0 else None
+
+
+@rule("DSC905", "warning")
+def compress_single_rank(document: Document, context: Context) -> Findings:
+    """There is only one data-parallel rank, so nothing is compressed.
+
+    Gradients are only exchanged between data-parallel ranks.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {"gradients": {"method": "none"}}}
+    Context: {"world_size": 1}
+    Proof: accepts nothing is sent, and so nothing is compressed
+    """
+    if _active(document) and _data_parallel(document, context) == 1:
+        what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
+        yield key_finding((OUR_SECTION,), what, '"method": "none", or start more ranks')
+
+
+@rule("DSC906", "warning")
+def compress_node_size(document: Document, context: Context) -> Findings:
+    """hierarchy.ranks_per_node is not the number of ranks of a node.
+
+    The first level would then cross nodes, or the second would stay inside one.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {"gradients": {"hierarchy": {"ranks_per_node": 2}}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "deepspeed_compress": {"gradients": {"hierarchy": null}}}
+    Context: {"world_size": 4, "ranks_per_node": 4}
+    Proof: accepts messages cross the network uncompressed
+    """
+    path = (OUR_SECTION, "gradients", "hierarchy", "ranks_per_node")
+    size, node = document.integer(*path), context.ranks_per_node
+    if size is not None and node is not None and size != node:
+        yield finding(path, f"{size} is not the {node} ranks that a node has", str(node))
+
+
+@rule("DSC907", "warning")
+def compress_warmup_exceeds_total(document: Document, context: Context) -> Findings:
+    """All steps of training are uncompressed.
+
+    The first schedule.warmup_steps steps are uncompressed.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"schedule": {"warmup_steps": 200}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"schedule": {"warmup_steps": 20}}}
+    Proof: accepts nothing is ever compressed
+    """
+    path = (OUR_SECTION, "schedule", "warmup_steps")
+    warmup, total = document.integer(*path), document.integer("scheduler", "params", "total_num_steps")
+    if _active(document) and warmup is not None and total is not None and 0 < total <= warmup:
+        yield finding(path, f"{warmup} steps are uncompressed, and training has {total}", f"less than {total}")
+
+
+@rule("DSC915", "warning")
+def compress_activations_inside_node(document: Document, context: Context) -> Findings:
+    """activations.tensor.bits is given, but tensor-parallel ranks share a node.
+
+    Links inside a node send sums faster than they can be encoded. `ds-compress bench comm --kind tensor` measures it.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {"bits": 8}}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": 2},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {}}}}
+    Context: {"world_size": 2, "ranks_per_node": 2,
+        "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    Proof: accepts steps become longer
+    """
+    path = (OUR_SECTION, "activations", "tensor", "bits")
+    bits, tensor, node = document.integer(*path), document.tensor_size, context.ranks_per_node
+    if bits is not None and node is not None and tensor > 1 and node % tensor == 0:
+        what = f"the {tensor} ranks that share layers are on one node, whose links are faster than encoding"
+        yield finding(path, what, "null, unless ds-compress bench comm --kind tensor shows a gain")
+
+
+@rule("DSC911", "info")
+def compress_needs_install(document: Document, context: Context) -> Findings:
+    """Hugging Face uses the section only on request.
+
+    The Trainer and Accelerate call deepspeed.initialize, which `ds-compress run` and install() extend.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},
+        "deepspeed_compress": {}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
+    Context: {"framework": "accelerate"}
+    Proof: accepts gradients travel uncompressed unless the program calls deepspeed_compress.install()
+    """
+    if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
+        what = "Hugging Face starts DeepSpeed itself, which ignores this section"
+        instead = "ds-compress run in front of the script, or deepspeed_compress.install() at its beginning"
+        yield key_finding((OUR_SECTION,), what, instead)
+
+
+@rule("DSC917", "info")
+def compress_ends_between_exchanges(document: Document, context: Context) -> Findings:
+    """Training ends between two exchanges of islands.
+
+    Each island then saves and evaluates weights of its own, which have a higher loss than those after an exchange.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "islands": {"size": 1, "sync_every": 30}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 990, "warmup_num_steps": 10}},
+        "deepspeed_compress": {"gradients": {"method": "none"}, "islands": {"size": 1, "sync_every": 30}}}
+    Proof: accepts the last 10 steps of the islands are never averaged
+    """
+    path = ("scheduler", "params", "total_num_steps")
+    parsed, total = parsed_section(document), document.integer(*path)
+    islands = None if parsed is None else parsed.islands
+    if total is None or islands is None or islands.sync_steps is None or islands.elastic or islands.fragments > 1:
+        return
+    every, rest = islands.sync_steps, (total - islands.delay) % islands.sync_steps
+    if rest and total - islands.delay > max(every, islands.warmup_steps):
+        what = f"the last exchange is over {rest} steps before the end of {total} (islands.sync_every is {every})"
+        yield finding(path, what, str(total - rest))
+
+
+_SLOW = 100
+"""Bandwidth in Gbit/s below which gathers of ZeRO 3 between nodes take longer than the computation of most steps."""
+
+
+@rule("DSC918", "info")
+def gathers_between_nodes(document: Document, context: Context) -> Findings:
+    """Stage 3 gathers all weights over a slow network in every pass.
+
+    Forward and backward of each micro-batch gather every weight, frozen ones too. If the GPUs of a node hold the model,
+    sharding inside nodes leaves only gradients for the network: with LoRA, those of the adapters.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 3}, "deepspeed_compress": {"parallelism": {"shard_within": 4}}}
+    Context: {"world_size": 8, "ranks_per_node": 4, "bandwidth": 10.0}
+    Proof: accepts the weights cross the network
+    """
+    ranks, within, rate = context.world_size, context.ranks_per_node, context.bandwidth
+    if ranks is None or within is None or ranks <= within or document.stage != 3:
+        return
+    if rate is None or rate >= _SLOW:
+        return
+    parallelism = document.section(OUR_SECTION, "parallelism")
+    if parallelism.get("shard_within") is None and not document.has(OUR_SECTION, "islands"):
+        what = (
+            f"3 gathers all weights over the network in each forward and backward pass: at {rate:g} Gbit/s, those of "
+            f"7 billion parameters in bf16 take {7e9 * 2 * 8 / rate / 1e9:.0f} s each time"
+        )
+        instead = '"shard_within": "node" in the section\'s parallelism, if the GPUs of a node hold the model'
+        yield finding((ZERO, "stage"), what, instead)

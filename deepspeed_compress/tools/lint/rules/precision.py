@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import ZERO, finding
+from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, rule
 from deepspeed_compress.tools.lint.values import AUTO, number, show
 
 _DTYPES = {
@@ -78,24 +77,6 @@ def accumulation_dtype_without_zero(document: Document, context: Context) -> Fin
         value = show(document.get("data_types", "grad_accum_dtype"))
         what = f"{value} differs from the model's {model} without ZeRO (allowed: {model})"
         yield finding(("data_types", "grad_accum_dtype"), what, f'"{model}", or ZeRO stage 1 to 3')
-
-
-@rule("DSC303", "info")
-def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
-    """bf16, stage 1 and accumulation in fp32 select another optimizer than ZeRO's.
-
-    The engine uses BF16_Optimizer for exactly this combination (runtime/engine.py). It all-reduces gradients in fp32 at
-    the end of the step instead of reducing buckets during the backward pass.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
-    Proof: accepts more is sent, and later, than with the optimizer of ZeRO
-    """
-    if document.chooses_bf16_optimizer:
-        what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
-        yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
 
 
 @rule("DSC304", "error")
@@ -208,38 +189,22 @@ def master_weights_without_offload(document: Document, context: Context) -> Find
 
 @rule("DSC309", "error")
 def loss_scale_range(document: Document, context: Context) -> Findings:
-    """fp16.loss_scale is negative or a boolean.
+    """A setting of the loss scale of fp16 is a boolean or too small.
 
-    0 means dynamic scaling, and a positive number is a fixed scale (runtime/precision_config.py).
+    0 means dynamic scaling, and a positive number is a fixed scale. The dynamic scaler divides by its window, and a
+    minimum of zero lets the scale vanish (runtime/precision_config.py).
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale": -1}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale": 0}}
     Proof: raises loss_scale must be
     """
-    value = document.get("fp16", "loss_scale")
-    found = number(value)
-    if isinstance(value, bool) or (found is not None and found < 0):
-        what = f"{show(value)} is not a loss scale (allowed: 0 for a dynamic one, or a positive number)"
-        yield finding(("fp16", "loss_scale"), what, "0")
-
-
-@rule("DSC310", "error")
-def loss_scale_window_range(document: Document, context: Context) -> Findings:
-    """The window or the minimum of the dynamic loss scale is not positive.
-
-    The scaler divides by the window, and a minimum of zero lets the scale vanish (runtime/precision_config.py).
-
-    Wrong: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale_window": 0}}
-    Right: {"train_batch_size": 8, "fp16": {"enabled": true, "loss_scale_window": 1000}}
-    Proof: raises loss_scale_window must be > 0
-    """
     dynamic = document.fp16 and document.number("fp16", "loss_scale", default=0) == 0
-    for key in ("loss_scale_window", "min_loss_scale"):
+    for key, least, instead in (("loss_scale", 0, "0"), ("loss_scale_window", 1, "1000"), ("min_loss_scale", 1, "1")):
         value = document.get("fp16", key)
         found = number(value)
-        if isinstance(value, bool) or (found is not None and found <= 0 and dynamic):
-            what = f"{show(value)} is refused with a dynamic loss scale (allowed: 1 or more)"
-            yield finding(("fp16", key), what, "1000" if key == "loss_scale_window" else "1")
+        too_small = found is not None and (found < 0 or (found == 0 < least)) and (dynamic or key == "loss_scale")
+        if isinstance(value, bool) or too_small:
+            yield finding(("fp16", key), f"{show(value)} is refused (allowed: {least} or more)", instead)
 
 
 _DYNAMIC_ONLY = {
@@ -269,25 +234,6 @@ def fixed_loss_scale(document: Document, context: Context) -> Findings:
     if scale is not None and scale > 0 and unused:
         what = f"{show(scale)} is a fixed scale, with which {', '.join(unused)} have no effect (allowed: 0)"
         yield finding(("fp16", "loss_scale"), what, "0 for a dynamic scale, or leave the others out")
-
-
-@rule("DSC312", "warning")
-def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
-    """The loss scale starts so high that the first steps are lost.
-
-    The scale starts at 2 to the power of initial_scale_power (runtime/precision_config.py). The largest number in fp16
-    is 65504, and each overflow halves the scale and skips a step.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "fp16": {"enabled": true, "initial_scale_power": 40}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "fp16": {"enabled": true, "initial_scale_power": 16}}
-    Proof: accepts steps are skipped until the scale has decreased
-    """
-    power = document.number("fp16", "initial_scale_power")
-    if power is not None and power > 32:
-        what = f"{show(power)} starts with a loss scale at which every gradient overflows (useful: 8 to 24)"
-        yield finding(("fp16", "initial_scale_power"), what, "16")
 
 
 @rule("DSC313", "error")
@@ -344,3 +290,40 @@ def autocast_modules_without_package(document: Document, context: Context) -> Fi
     if bad or isinstance(value, str):
         what = f"{show(value)} is not a list of classes with their packages"
         yield finding(("torch_autocast", "lower_precision_safe_modules"), what, '["torch.nn.Linear"], for instance')
+
+
+@rule("DSC303", "info")
+def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
+    """bf16, stage 1 and accumulation in fp32 select another optimizer than ZeRO's.
+
+    The engine uses BF16_Optimizer for exactly this combination (runtime/engine.py). It all-reduces gradients in fp32 at
+    the end of the step instead of reducing buckets during the backward pass.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Proof: accepts more is sent, and later, than with the optimizer of ZeRO
+    """
+    if document.chooses_bf16_optimizer:
+        what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
+        yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
+
+
+@rule("DSC312", "warning")
+def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
+    """The loss scale starts so high that the first steps are lost.
+
+    The scale starts at 2 to the power of initial_scale_power (runtime/precision_config.py). The largest number in fp16
+    is 65504, and each overflow halves the scale and skips a step.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "fp16": {"enabled": true, "initial_scale_power": 40}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "fp16": {"enabled": true, "initial_scale_power": 16}}
+    Proof: accepts steps are skipped until the scale has decreased
+    """
+    power = document.number("fp16", "initial_scale_power")
+    if power is not None and power > 32:
+        what = f"{show(power)} starts with a loss scale at which every gradient overflows (useful: 8 to 24)"
+        yield finding(("fp16", "initial_scale_power"), what, "16")

@@ -4,15 +4,21 @@ from collections.abc import Callable, Mapping
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import finding, key_finding, unknown_parameter, unknown_word
-from deepspeed_compress.tools.lint.values import AUTO, listed, number, show
+from deepspeed_compress.tools.lint.rule import (
+    Context,
+    Findings,
+    finding,
+    key_finding,
+    rule,
+    unknown_parameter,
+    unknown_word,
+)
+from deepspeed_compress.tools.lint.values import listed, number, show
 
 _TYPE = ("scheduler", "type")
 PARAMS = ("scheduler", "params")
 WARMUPS = frozenset({"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
 OWN = WARMUPS | {"LRRangeTest", "OneCycle"}
-_TYPES = ("log", "linear")
 
 
 def scheduler_name(document: Document) -> str:
@@ -46,22 +52,6 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
     if value is not None and not _runs(document):
         what = f"{show(value)} is neither a scheduler of DeepSpeed nor of torch"
         yield unknown_word(document, _TYPE, keys().schedulers, what, '"WarmupLR"')
-
-
-@rule("DSC521", "warning")
-def scheduler_without_type(document: Document, context: Context) -> Findings:
-    """The section scheduler has no type.
-
-    DeepSpeed ignores such a section (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"params": {"warmup_num_steps": 100}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
-    Proof: ignores
-    """
-    if isinstance(document.get("scheduler"), dict) and not document.has(*_TYPE):
-        yield key_finding(("scheduler",), 'without "type" the scheduler is ignored', '"type": "WarmupLR" as well')
 
 
 @rule("DSC522", "error")
@@ -119,24 +109,6 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
         if required and key not in given and key not in meant and document.get(*PARAMS) is not None:
             what = f'"{key}" is missing, which {scheduler_name(document)} needs'
             yield finding((*PARAMS, key), what, f'"{key}" into params')
-
-
-@rule("DSC527", "warning")
-def unknown_warmup_type(document: Document, context: Context) -> Findings:
-    """warmup_type is neither log nor linear.
-
-    The scheduler warns and uses log (runtime/lr_schedules.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "cosine"}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}}}
-    Proof: warns Using unknown warmup_type
-    """
-    value = document.get(*PARAMS, "warmup_type", default="log")
-    if scheduler_name(document) in WARMUPS and value not in (*_TYPES, AUTO):
-        what = f"{show(value)} is taken for log (allowed: log, linear)"
-        yield finding((*PARAMS, "warmup_type"), what, '"linear" or "log"')
 
 
 @rule("DSC528", "warning")
@@ -204,47 +176,6 @@ def _numbers(value: object) -> list[float]:
     return [each for each in found if each is not None]
 
 
-@rule("DSC530", "warning")
-def falling_warmup(document: Document, context: Context) -> Findings:
-    """warmup_min_lr is above warmup_max_lr.
-
-    The scheduler interpolates between the two without comparing them (runtime/lr_schedules.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR",
-        "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR",
-        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
-    Proof: accepts the learning rate falls where it should rise
-    """
-    low, high = parameter(document, "warmup_min_lr"), parameter(document, "warmup_max_lr")
-    if scheduler_name(document) in WARMUPS and low is not None and high is not None and low > high:
-        what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
-        yield finding((*PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
-
-
-@rule("DSC531", "info")
-def scheduler_without_optimizer(document: Document, context: Context) -> Findings:
-    """The file has a scheduler but no optimizer.
-
-    DeepSpeed creates a scheduler only if there is an optimizer (runtime/engine.py). The program must pass one.
-
-    Wrong:
-        {
-          "train_batch_size": 8,
-          "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
-        }
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
-    Context: {"framework": "deepspeed"}
-    Proof: accepts the learning rate stays constant
-    """
-    if _runs(document) and not document.has("optimizer") and context.framework == "deepspeed":
-        what = "without an optimizer, here or from the program, the scheduler is ignored"
-        yield key_finding(("scheduler",), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
-
-
 @rule("DSC533", "error")
 def torch_scheduler_with_zero(document: Document, context: Context) -> Findings:
     """A scheduler of torch is used with ZeRO, fp16 or bf16.
@@ -300,7 +231,7 @@ def steps_not_positive(document: Document, context: Context) -> Findings:
 
 @rule("DSC526", "warning")
 def warmup_exceeds_total(document: Document, context: Context) -> Findings:
-    """The warm-up is longer than the whole training.
+    """The warm-up is longer than the whole training, so that no steps are left to decay.
 
     The scheduler only warns (runtime/lr_schedules.py). warmup_num_steps is 1000 by default.
 
@@ -318,6 +249,47 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
         given = "" if document.has(*PARAMS, "warmup_num_steps") else ", its default"
         what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
         yield finding((*PARAMS, "total_num_steps"), what, f"more than {int(warmup)}, or fewer steps of warm-up")
+
+
+@rule("DSC530", "warning")
+def falling_warmup(document: Document, context: Context) -> Findings:
+    """warmup_min_lr is above warmup_max_lr.
+
+    The scheduler interpolates between the two without comparing them (runtime/lr_schedules.py).
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
+    Proof: accepts the learning rate falls where it should rise
+    """
+    low, high = parameter(document, "warmup_min_lr"), parameter(document, "warmup_max_lr")
+    if scheduler_name(document) in WARMUPS and low is not None and high is not None and low > high:
+        what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
+        yield finding((*PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
+
+
+@rule("DSC531", "info")
+def scheduler_without_optimizer(document: Document, context: Context) -> Findings:
+    """The file has a scheduler but no optimizer.
+
+    DeepSpeed creates a scheduler only if there is an optimizer (runtime/engine.py). The program must pass one.
+
+    Wrong:
+        {
+          "train_batch_size": 8,
+          "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
+        }
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
+    Context: {"framework": "deepspeed"}
+    Proof: accepts the learning rate stays constant
+    """
+    if _runs(document) and not document.has("optimizer") and context.framework == "deepspeed":
+        what = "without an optimizer, here or from the program, the scheduler is ignored"
+        yield key_finding(("scheduler",), what, '"optimizer": {...}, or pass one to deepspeed.initialize')
 
 
 @rule("DSC532", "error")

@@ -11,8 +11,7 @@ from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Span, at, at_k
 from deepspeed_compress.tools.lint.document import Document, Extension, Member, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove, touches, unquoted
 from deepspeed_compress.tools.lint.keys import keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import hugging_face
+from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, rule
 from deepspeed_compress.tools.lint.values import show
 
 

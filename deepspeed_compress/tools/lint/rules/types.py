@@ -1,15 +1,24 @@
 """Rules on types: values that are refused, silently converted, misinterpreted, or in place of a section."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import READ_RAW, ZERO, corrected, finding, key_finding
-from deepspeed_compress.tools.lint.rules.parameters import not_numbers
-from deepspeed_compress.tools.lint.values import integer, listed, means_auto, name, number, show, text_number, truth
+from deepspeed_compress.tools.lint.rule import READ_RAW, ZERO, Context, Findings, corrected, finding, key_finding, rule
+from deepspeed_compress.tools.lint.rules.optimizer import not_numbers
+from deepspeed_compress.tools.lint.values import (
+    AUTO,
+    integer,
+    listed,
+    means_auto,
+    name,
+    number,
+    show,
+    text_number,
+    truth,
+)
 
 _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
@@ -46,23 +55,27 @@ def _meant_number(key: Key, member: Member) -> float | None:
 
 
 @rule("DSC010", "warning")
-def string_boolean(document: Document, context: Context) -> Findings:
-    """A boolean is written as text, in a section that converts it.
+def text_converted(document: Document, context: Context) -> Findings:
+    """A boolean or a number is written as text, in a section that converts it.
 
-    DeepSpeed's models read "true" as true (pydantic, runtime/config_utils.py). Other readers of the same file, such as
-    Accelerate, do not convert it.
+    DeepSpeed's models read "true" as true, and "3" as 3 (pydantic, runtime/config_utils.py). Other readers of the same
+    file, such as Accelerate, do not convert text: with the stage "3", it prepares no model for stage 3
+    (accelerate/utils/deepspeed.py).
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": "true"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
     Proof: accepts other readers of the file may take the text for false
     """
     for path, key, member in misfits(document, strict=True):
-        meant = _boolean_text(path, key, member)
+        meant: float | None = _boolean_text(path, key, member)
+        if meant is None:
+            found = _meant_number(key, member) if path not in READ_RAW else None
+            meant = found if not key.choices or found in key.choices else None
         # The Trainer refuses these, which another rule reports.
         compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
         if meant is not None and not compared:
-            what = f"{show(member.value.value)} is text (allowed: true, false)"
-            yield corrected(document, path, what, meant, "Write a boolean")
+            what = f"{show(member.value.value)} is text (allowed: {' or '.join(key.kinds)})"
+            yield corrected(document, path, what, meant, f"Write {show(meant)}")
 
 
 @rule("DSC011", "error")
@@ -82,27 +95,6 @@ def truthy_string(document: Document, context: Context) -> Findings:
             what = f"{show(member.value.value)} is text, and any text counts as true (allowed: true, false)"
             correction = fix("Write a boolean", replace(document, path, meant)) if meant is not None else None
             yield finding(path, what, "true or false" if meant is None else show(meant), correction)
-
-
-@rule("DSC012", "warning")
-def numeric_string(document: Document, context: Context) -> Findings:
-    """A number is written as text, in a section that converts it.
-
-    DeepSpeed's models convert text into numbers (runtime/config_utils.py). Hugging Face, which compares and multiplies
-    the values of the same file, does not: with the stage "3", Accelerate prepares no model for stage 3
-    (accelerate/utils/deepspeed.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": "500000"}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000}}
-    Proof: accepts other readers of the file get text
-    """
-    for path, key, member in misfits(document, strict=True):
-        meant = _meant_number(key, member)
-        if meant is not None and (not key.choices or meant in key.choices) and path not in READ_RAW:
-            what = f"{show(member.value.value)} is text (allowed: a number)"
-            yield corrected(document, path, what, meant, "Write a number")
 
 
 @rule("DSC013", "error")
@@ -208,11 +200,29 @@ def out_of_range(document: Document, context: Context) -> Findings:
             yield finding(path, f"{show(value)} is out of range (allowed: {allowed})", f"a number {allowed}")
 
 
+_CHOICES: Mapping[Path, tuple[str | None, ...]] = {
+    ("gradient_allreduce_op",): ("mean", "sum"),
+    ("log_level",): ("debug", "info", "warning", "error", "critical", None),
+    ("checkpoint", "tag_validation"): ("warn", "ignore", "fail"),
+    ("checkpoint", "writer", "type"): ("python", "fast", "mock", None),
+    ("checkpoint", "writer", "data_parallel"): ("replica", "socket", "machine", None),
+    ("scheduler", "params", "warmup_type"): ("log", "linear"),
+    ("expert_parallel", "score_apply"): (AUTO, "pre", "post"),
+    ("expert_parallel", "combine_impl"): (AUTO, "weighted_sum", "fused_weighted_sum", "legacy_bmm"),
+    ("expert_parallel", "row_weighting_impl"): (AUTO, "eager", "fused"),
+    ("expert_parallel", "gate_up_impl"): ("separate", "fused"),
+    ("expert_parallel", "comm_backend"): ("comm", "deepep"),
+}
+"""Words in sections that are not models of DeepSpeed, which compares most of them in any case. None stands for null."""
+
+
 @rule("DSC017", "error")
 def not_a_choice(document: Document, context: Context) -> Findings:
     """A word is not one of those that DeepSpeed knows.
 
-    Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), whose case matters.
+    Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), whose case matters. Other words
+    are checked when the configuration is read (runtime/config.py) or used, except an unknown warmup_type, which means
+    log (runtime/lr_schedules.py).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}
@@ -224,10 +234,21 @@ def not_a_choice(document: Document, context: Context) -> Findings:
         value = member.value.value
         chosen = member.value.kind == "string" and "string" in key.kinds and key.choices
         if chosen and value not in key.choices and not means_auto(value):
-            what = f"{show(value)} is not known (allowed: {listed(key.choices)})"
-            close = next((choice for choice in key.choices if str(choice).lower() == value.lower()), None)
-            correction = fix("Write it as DeepSpeed does", replace(document, path, close)) if close else None
-            yield finding(path, what, show(close) if close else f"one of {listed(key.choices)}", correction)
+            yield _unknown_choice(document, path, key.choices)
+    for path, choices in _CHOICES.items():
+        value = document.get(*path)
+        word = value.lower() if isinstance(value, str) else value
+        unused = path[0] == "expert_parallel" and document.get("expert_parallel", "enabled") is not True
+        if document.has(*path) and not unused and word not in (*choices, AUTO):
+            yield _unknown_choice(document, path, choices)
+
+
+def _unknown_choice(document: Document, path: Path, choices: tuple[object, ...]) -> Diagnostic:
+    value = document.get(*path)
+    close = next((choice for choice in choices if str(choice).lower() == str(value).lower()), None)
+    correction = fix("Write it as DeepSpeed does", replace(document, path, close)) if close else None
+    what = f"{show(value)} is not known (allowed: {listed(choices)})"
+    return finding(path, what, show(close) if close else f"one of {listed(choices)}", correction)
 
 
 @rule("DSC019", "error")

@@ -1,15 +1,24 @@
-"""Rules on the requirements of Hugging Face's Trainer and Accelerate."""
+"""Rules on the requirements of Hugging Face's Trainer, of Accelerate, and of Lightning's DeepSpeedStrategy (2.6)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import add, fix, remove, replace
+from deepspeed_compress.tools.lint.fixes import fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import BUCKETS, ZERO, corrected, finding, hugging_face, key_finding
-from deepspeed_compress.tools.lint.values import AUTO, show
+from deepspeed_compress.tools.lint.rule import (
+    BUCKETS,
+    ZERO,
+    Context,
+    Findings,
+    corrected,
+    finding,
+    hugging_face,
+    key_finding,
+    rule,
+)
+from deepspeed_compress.tools.lint.values import AUTO, leaves, name, show, truth
 
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
 _CALCULATED: Mapping[Path, str] = {
@@ -161,12 +170,11 @@ def hf_no_clipping(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: accepts gradients are clipped by DeepSpeed's default, whatever the arguments say
     """
-    if hugging_face(context) and document.origin is None and not document.has("gradient_clipping"):
+    if hugging_face(context) and not document.has("gradient_clipping"):
         what = "without gradient_clipping DeepSpeed's default clips, whatever max_grad_norm and clip_grad_norm_ say"
         value: object = AUTO if context.framework == "hf" else 1.0
         remark = ", which is max_grad_norm" if value == AUTO else _WITH_ACCELERATE
-        correction = fix(f"Write {show(value)}", add(document, (), "gradient_clipping", value), safe=False)
-        yield finding(("gradient_clipping",), what, f'"gradient_clipping": {show(value)}{remark}', correction)
+        yield finding(("gradient_clipping",), what, f'"gradient_clipping": {show(value)}{remark}')
 
 
 _WITH_ACCELERATE = (
@@ -247,3 +255,110 @@ def hf_momentum_twice(document: Document, context: Context) -> Findings:
     if context.framework == "hf" and document.get(*path) in ("demo", "dgc") and left_open:
         what = f"{show(document.get(*path))} brings a momentum, and the Trainer's optimizer has another one of 0.9"
         yield finding(path, what, "--adam_beta1 0 on the command line (TrainingArguments(adam_beta1=0.0))")
+
+
+_ACCUMULATION = "gradient_accumulation_steps"
+_UNTESTED = "zero_allow_untested_optimizer"
+_SHOWN = 8
+
+
+def _reads(context: Context) -> bool:
+    return context.framework == "lightning"
+
+
+@rule("DSC740", "error")
+def lightning_batch_sizes(document: Document, context: Context) -> Findings:
+    """A file for Lightning sets gradient_accumulation_steps or train_batch_size.
+
+    The strategy refuses the first key, because it sets it from the Trainer's accumulate_grad_batches. It adds the batch
+    size of the data loader, and DeepSpeed asserts that train_batch_size is the product with the number of ranks
+    (pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    for key in (_ACCUMULATION, "train_batch_size") if _reads(context) else ():
+        if document.get(key) not in (None, AUTO):
+            what = f"{show(document.get(key))} comes from the program, and another value stops the run"
+            correction = fix("Remove it", remove(document, (key,)), safe=False)
+            yield key_finding((key,), what, "nothing: set the sizes of the data loader and the Trainer", correction)
+
+
+@rule("DSC741", "error")
+def lightning_auto(document: Document, context: Context) -> Findings:
+    """The value "auto" is used in a file for Lightning.
+
+    The strategy does not fill in values (pytorch/strategies/deepspeed.py, _format_config). DeepSpeed fails when it
+    calculates with the word, or uses its default. With "enabled": "auto" in bf16 or fp16, training is in fp32 for every
+    precision of the Trainer.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    # Report all keys in one finding, because such a file was written for Hugging Face.
+    found = [path for path, value in leaves(document.data) if value == AUTO and path[0] != OUR_SECTION]
+    if found and _reads(context):
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        what = f'Lightning does not fill in "auto" at {", ".join(map(name, found[:_SHOWN]))}{more}'
+        instead = "a value, or remove the key: batch sizes and clipping then come from the Trainer"
+        yield finding(found[0], what, instead)
+
+
+@rule("DSC742", "warning")
+def lightning_precision_off(document: Document, context: Context) -> Findings:
+    """A section fp16 or bf16 that is not enabled keeps Lightning from enabling it.
+
+    Lightning adds the Trainer's precision only if the file has no such section (fabric/strategies/deepspeed.py,
+    _format_precision_config). An existing section is not changed, so the inputs are converted but the model is not.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": false}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    for half, precision in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
+        off = document.has(half) and truth(document.section(half).get("enabled", False)) is False
+        if _reads(context) and off and isinstance(document.get(half), dict):
+            what = f'{half} stays off, also with Trainer(precision="{precision}")'
+            correction = fix("Remove the section", remove(document, (half,)), safe=False)
+            yield key_finding((half,), what, "nothing: the Trainer's precision then takes effect", correction)
+
+
+@rule("DSC744", "warning")
+def lightning_untested_optimizer_key(document: Document, context: Context) -> Findings:
+    """A file for Lightning has stage 3 but not zero_allow_untested_optimizer.
+
+    With stage 3, Trainer.validate, test and predict read the key without checking that it exists
+    (pytorch/strategies/deepspeed.py, _initialize_deepspeed_inference).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": true}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    if _reads(context) and document.stage == 3 and document.has(ZERO) and not document.has(_UNTESTED):
+        what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
+        yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true as well')
+
+
+@rule("DSC743", "info")
+def lightning_optimizer_replaced(document: Document, context: Context) -> Findings:
+    """Lightning does not call configure_optimizers, because the file has an optimizer.
+
+    Neither the optimizer nor the learning-rate scheduler of configure_optimizers is used
+    (pytorch/strategies/deepspeed.py, _initialize_deepspeed_train).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    Context: {"framework": "lightning"}
+    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
+    """
+    if _reads(context) and document.has("optimizer"):
+        what = "configure_optimizers of the LightningModule is not called, its scheduler included"
+        yield key_finding(("optimizer",), what, "the optimizer in one of the two places only")

@@ -1,14 +1,138 @@
-"""Rules on tensor and expert parallelism."""
+"""Rules on pipelines, tensor and expert parallelism.
+
+A `pipeline` section, or stages in ours, indicate that the model is a PipelineModule.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Findings, rule
-from deepspeed_compress.tools.lint.rules.common import corrected, finding, text_model, unknown_parameter, unknown_word
-from deepspeed_compress.tools.lint.values import AUTO, integer, listed, name, show
+from deepspeed_compress.tools.lint.rule import (
+    ZERO,
+    Context,
+    Findings,
+    corrected,
+    finding,
+    hugging_face,
+    is_pipelined,
+    rule,
+    text_model,
+    unknown_parameter,
+    unknown_word,
+)
+from deepspeed_compress.tools.lint.values import AUTO, integer, listed, name, number, show, truth
+
+
+@rule("DSC600", "error")
+def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
+    """ZeRO 2 or 3 is used with a pipeline.
+
+    Partitioned gradients cannot be accumulated over micro-batches (runtime/pipe/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 1, "pipeline": {"activation_checkpoint_interval": 1}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 1, "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism
+    """
+    # Our own section's rules compare its stages with ZeRO.
+    if document.has("pipeline") and document.stage in (2, 3) and not hugging_face(context):
+        what = f"stage {document.stage} does not work with pipelines (allowed: 0, 1)"
+        yield corrected(document, (ZERO, "stage"), what, 1, "Write stage 1", safe=False)
+
+
+@rule("DSC601", "warning")
+def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
+    """overlap_comm has no effect with a pipeline.
+
+    The engine turns it off and warns (runtime/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "overlap_comm": true}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 1, "overlap_comm": false}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: warns Pipeline parallelism does not support overlapped communication
+    """
+    path = (ZERO, "overlap_comm")
+    if is_pipelined(document, context) and document.is_true(*path) and document.stage == 1:
+        yield corrected(document, path, "true has no effect with pipelines", False, "Write false")
+
+
+@rule("DSC602", "error")
+def pipeline_partition_boolean(document: Document, context: Context) -> Findings:
+    """pipe_partitioned, grad_partitioned or checkpoint.parallel_write.pipeline_stage is not a boolean.
+
+    The engine asserts a boolean, without a message (runtime/pipe/engine.py), and so does the reader of the
+    configuration (runtime/config.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"pipe_partitioned": "true"}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"pipe_partitioned": true}}
+    Context: {"world_size": 2}
+    Proof: raises AssertionError
+    """
+    for path in _BOOLEANS:
+        value, is_read = document.get(*path, default=True), path[0] == "checkpoint" or not hugging_face(context)
+        if is_read and not isinstance(value, bool):
+            what, meant = f"{show(value)} is not a boolean (allowed: true, false)", truth(value)
+            correction = None if meant is None else fix("Write a boolean", replace(document, path, meant))
+            yield finding(path, what, "true", correction)
+
+
+_BOOLEANS = (
+    ("pipeline", "pipe_partitioned"),
+    ("pipeline", "grad_partitioned"),
+    ("checkpoint", "parallel_write", "pipeline_stage"),
+)
+
+
+@rule("DSC603", "error")
+def pipeline_interval_number(document: Document, context: Context) -> Findings:
+    """pipeline.activation_checkpoint_interval is not a number.
+
+    The engine compares it with 0 without a check (runtime/pipe/engine.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": "1"}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises TypeError
+    """
+    path = ("pipeline", "activation_checkpoint_interval")
+    value = document.get(*path, default=0)
+    if number(value) is None and not hugging_face(context):
+        meant = integer(value)
+        correction = None if meant is None else fix("Write a number", replace(document, path, meant))
+        yield finding(path, f"{show(value)} is not a number (allowed: 0 or more)", "1", correction)
+
+
+@rule("DSC604", "error")
+def pipeline_divides_world(document: Document, context: Context) -> Findings:
+    """The number of stages does not divide the number of ranks.
+
+    PipelineModule, to which the program passes the number, checks it (runtime/pipe/module.py).
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8, "pipeline": {"stages": 3}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8, "pipeline": {"activation_checkpoint_interval": 1}}
+    Context: {"world_size": 2}
+    Proof: raises must divide distributed world size
+    """
+    count, world = document.integer("pipeline", "stages"), context.world_size
+    divides = count is None or count <= 0 or world is None or world % count == 0
+    if not divides and not hugging_face(context):
+        yield finding(("pipeline", "stages"), f"{count} stages do not divide {world} ranks", f"a divisor of {world}")
+
 
 _SIZE = ("tensor_parallel", "autotp_size")
 _TP_SIZE = ("tensor_parallel", "tp", "tp_size")
@@ -67,7 +191,8 @@ def tensor_crosses_nodes(document: Document, context: Context) -> Findings:
 def tensor_size_conflict(document: Document, context: Context) -> Findings:
     """tensor_parallel.tp.tp_size contradicts autotp_size.
 
-    Checked by the engine (runtime/engine.py).
+    The engine refuses two sizes, and without autotp_size, every rank holds the whole model (runtime/engine.py): tp_size
+    is for inference.
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}
@@ -76,28 +201,10 @@ def tensor_size_conflict(document: Document, context: Context) -> Findings:
     Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: raises does not match tensor_parallel.autotp_size
     """
-    size, other = _native_size(document), document.integer(*_TP_SIZE)
-    if size > 1 and other is not None and other not in (1, size):
-        yield finding(_TP_SIZE, f"{other} contradicts autotp_size {size}", f"{size}, or remove the key")
-
-
-@rule("DSC623", "warning")
-def tensor_size_ignored(document: Document, context: Context) -> Findings:
-    """tensor_parallel.tp.tp_size has no effect without autotp_size.
-
-    Training reads only autotp_size (runtime/engine.py). tp_size is for inference.
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"tp": {"tp_size": 2}}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2}}
-    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
-    Proof: accepts every rank holds the whole model
-    """
-    other = document.integer(*_TP_SIZE)
-    if other is not None and other > 1 and document.tensor_size == 1:
-        what = f"{other} has no effect in training, which uses autotp_size"
-        yield finding(_TP_SIZE, what, f'"autotp_size": {other} in tensor_parallel')
+    size, other = document.tensor_size, document.integer(*_TP_SIZE)
+    if other is not None and other not in (1, size):
+        what = f"{other} contradicts autotp_size {size}, which training uses"
+        yield finding(_TP_SIZE, what, f'"autotp_size": {other} in tensor_parallel, or remove the key')
 
 
 def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
@@ -108,10 +215,11 @@ def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
 
 
 @rule("DSC624", "warning")
-def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
-    """There are more tensor-parallel ranks than key-value heads.
+def tensor_divides_heads(document: Document, context: Context) -> Findings:
+    """autotp_size does not divide the numbers of attention heads and of key-value heads.
 
-    Ranks beyond the number of heads get no part of the attention. The engine warns (runtime/engine.py).
+    Heads are not split (module_inject/tp_shard.py): some ranks have more of them than others, and ranks beyond the
+    number of key-value heads get no part of the attention, of which the engine warns (runtime/engine.py).
 
     Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
         "tensor_parallel": {"autotp_size": 3}}
@@ -120,30 +228,11 @@ def tensor_exceeds_kv_heads(document: Document, context: Context) -> Findings:
     Context: {"world_size": 3, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: warns exceeds the model's key-value head count
     """
-    heads, size = _heads(context.model)[1], document.tensor_size
-    if heads is not None and size > heads:
-        what = f"{size} is more than the {heads} key-value heads of the model: some ranks get no attention heads"
-        yield finding(_size_path(document), what, f"{heads} or less")
-
-
-@rule("DSC625", "warning")
-def tensor_divides_heads(document: Document, context: Context) -> Findings:
-    """autotp_size does not divide the number of heads.
-
-    Heads are not split (module_inject/tp_shard.py), so some ranks have more of them than others.
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 1}}
-    Context: {"world_size": 2, "model": {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 3}}
-    Proof: accepts the ranks with the most heads determine the speed
-    """
-    (heads, kv_heads), size = _heads(context.model), document.tensor_size
-    uneven = [count for count in (heads, kv_heads) if count and count % size]
-    if uneven and kv_heads is not None and size <= kv_heads:
-        what = f"{size} does not divide the {uneven[0]} heads of the model: the ranks get unequal parts"
-        yield finding(_size_path(document), what, f"a divisor of {uneven[0]}")
+    size = document.tensor_size
+    uneven = [count for count in _heads(context.model) if count and count % size]
+    if uneven:
+        what = f"{size} does not divide the {min(uneven)} heads of the model: the ranks get unequal parts"
+        yield finding(_size_path(document), what, f"a divisor of {min(uneven)}")
 
 
 @rule("DSC626", "error")
@@ -290,27 +379,47 @@ def expert_load_balance(document: Document, context: Context) -> Findings:
         yield corrected(document, path, what, None, "Write null", safe=False)
 
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "score_apply": ("auto", "pre", "post"),
-    "combine_impl": ("auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"),
-    "row_weighting_impl": ("auto", "eager", "fused"),
-    "gate_up_impl": ("separate", "fused"),
-    "comm_backend": ("comm", "deepep"),
-}
+@rule("DSC605", "info")
+def few_micro_batches(document: Document, context: Context) -> Findings:
+    """There are fewer micro-batches than pipeline stages.
 
+    A step has gradient_accumulation_steps micro-batches (runtime/pipe/engine.py). While the pipeline fills and drains,
+    ranks are idle.
 
-@rule("DSC642", "error")
-def expert_choice(document: Document, context: Context) -> Findings:
-    """DeepSpeed does not know a word in expert_parallel.
-
-    Checked by the engine (module_inject/auto_ep_config.py).
-
-    Wrong: {"train_batch_size": 8, "expert_parallel": {"enabled": true, "score_apply": "before"}}
-    Right: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "score_apply": "pre"}}
-    Proof: raises score_apply must be one of
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 2}
+    Proof: accepts ranks are idle most of the time
     """
-    experts = document.section("expert_parallel")
-    for key, allowed in _CHOICES.items() if experts.get("enabled") is True else ():
-        if key in experts and experts[key] not in allowed:
-            what = f"{show(experts[key])} is not known (allowed: {listed(allowed)})"
-            yield finding(("expert_parallel", key), what, f'"{allowed[0]}"')
+    count, steps = document.stages, document.integer("gradient_accumulation_steps", default=1)
+    given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
+    if is_pipelined(document, context) and steps is not None and 0 < steps < count and given:
+        idle = round(100 * (count - 1) / (steps + count - 1))
+        what = f"{steps} micro-batches in {count} stages leave each rank idle for {idle} % of the time"
+        yield finding(("gradient_accumulation_steps",), what, f"{4 * count} or more")
+
+
+@rule("DSC607", "warning")
+def more_stages_than_layers(document: Document, context: Context) -> Findings:
+    """The pipeline has more stages than the model has layers.
+
+    Some stages get no layer (runtime/pipe/module.py), and their ranks only pass on activations.
+
+    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "deepspeed_compress": {"parallelism": {"pipeline": 4}, "gradients": {"method": "none"}}}
+    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
+    Context: {"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}}
+    Proof: accepts ranks without layers do nothing useful
+    """
+    layers, count = integer((context.model or {}).get("num_hidden_layers")), document.stages
+    if is_pipelined(document, context) and layers is not None and count > layers + 2:
+        where = ("pipeline", "stages") if document.has("pipeline", "stages") else ("deepspeed_compress", "parallelism")
+        what = f"{count} stages are more than the {layers} layers, embedding and head of the model"
+        yield finding(where, what, f"{layers + 2} or fewer")
