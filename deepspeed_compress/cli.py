@@ -217,7 +217,7 @@ COMMANDS = (
         "Predict the fastest layout on a cluster, what a schedule does in which step, or what islands' exchanges take.",
         (
             "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
-            "plan schedule ds_config.json --steps 10000 --output schedule.png",
+            "plan schedule ds_config.json --steps 10000",
             "plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5",
         ),
         "tools.options:add_plan_arguments",

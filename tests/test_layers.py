@@ -224,50 +224,42 @@ TABLE = {
         "backends.deepspeed.builds config errors integrations.install integrations.launch launcher transport"
     ),
     "tools.schema": allow("config tools.lint"),
-    "tools.islands": allow(
-        "config errors local_sgd.coordinator tools.tables transport.errors transport.credentials",
-        lazily="local_sgd.parameter_server",
+    "tools.services": allow(
+        "config errors local_sgd.coordinator tools.tables transport",
+        lazily="local_sgd.parameter_server rollout",
     ),
-    "tools.rollout": allow("rollout.served_store rollout.store rollout.store_server transport"),
     "tools.lint": allow(
         "__init__ config diagnostics errors model_families safe_files tools.arguments tools.outputs",
         "yaml",
         lazily="pydantic",
     ),
-    "tools.plan": allow("config errors planner policy tools.plots tools.tables", lazily="matplotlib"),
+    "tools.plan": allow("config errors planner policy tools.tables"),
     "tools.plan_cluster": allow(
-        "errors planner safe_files tools.bench.jobs tools.plan_cluster_plots tools.plan_cluster_tables tools.plan_job "
-        "tools.plan_measure tools.plan_setup"
+        "errors planner safe_files tools.bench.jobs tools.plan_tables tools.plan_job tools.plan_measure"
     ),
-    "tools.plan_job": allow("errors planner tools.plan_machine tools.plan_setup tools.plots"),
-    "tools.plan_machine": allow("errors planner", lazily="torch"),
-    "tools.plan_cluster_tables": allow("config.numbers planner tools.tables"),
-    "tools.plan_setup": allow("config errors planner"),
+    "tools.plan_job": allow("config errors planner", lazily="torch"),
+    "tools.plan_tables": allow("config.numbers planner tools.tables"),
     "tools.plan_measure": allow(
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
-    "tools.plan_cluster_plots": allow("planner tools.plots", lazily="matplotlib"),
-    "tools.run_files": allow("errors safe_files tools.outputs"),
-    "tools.run_directory": allow("config errors monitor tools.run_files"),
+    "tools.run_directory": allow("config errors monitor safe_files tools.outputs"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
     ),
     "tools.bench": allow(
-        "__init__ compression.kernels config errors models monitor policy safe_files tools.plots tools.tables training",
+        "__init__ compression.kernels config errors models monitor safe_files tools.tables training",
         "torch deepspeed rich",
-        lazily="matplotlib transformers",
+        lazily="transformers",
     ),
-    "tools.bench.comm_rank": allow(
+    "tools.bench.rank": allow(
         "backends.activations.crossover collectives.exchange policy.alpha_beta tools.bench", "deepspeed torch"
     ),
-    "tools.bench.mirror_network": allow("planner tools.bench", "torch"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
-    "tools.report": allow("config errors tools.outputs tools.run_directory tools.run_files tools.tables"),
+    "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables"),
     "tools.tune": allow(
-        "config backends.deepspeed.builds errors tools.bench.hosts safe_files "
-        "tools.run_directory tools.run_files tools.tables",
+        "config backends.deepspeed.builds errors tools.bench.hosts safe_files tools.run_directory tools.tables",
         "rich",
         lazily="integrations",
     ),

@@ -45,7 +45,7 @@ LIGHT = [
     "deepspeed_compress.tools.lint",
     "deepspeed_compress.tools.lint.command",
     "deepspeed_compress.tools.bench.options",
-    "deepspeed_compress.tools.islands",
+    "deepspeed_compress.tools.services",
     "deepspeed_compress.tools.options",
     "deepspeed_compress.tools.plan",
     "deepspeed_compress.tools.report",

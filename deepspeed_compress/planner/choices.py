@@ -4,16 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.layouts import Layouts
-from deepspeed_compress.planner.learning import ISLANDS_LOST, loss_gap
-from deepspeed_compress.planner.search import TIE, Candidate, Job, Plan, search
+from deepspeed_compress.planner.layout import Layout, Layouts
+from deepspeed_compress.planner.search import ISLANDS_LOST, TIE, Candidate, Job, Plan, loss_gap
 
 FASTER = 0.9
 """Share of the seconds of all other choices that another layout must stay below to be a choice, too."""
-
-ROUND, WORTH = 8, 0.05
-"""Sequences for each GPU that a round batch is a multiple of, and the gain in rate that makes one worth a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,32 +119,9 @@ def _inside_nodes(job: Job, plan: Plan) -> Iterator[Choice]:
 
 
 def _predicted(job: Job, layout: Layout) -> Candidate:
-    return job.candidate(job.predictor(layout).predict(layout))
+    return job.candidate(job.predictor().predict(layout))
 
 
 def _choice(name: str, candidate: Candidate, job: Job) -> Choice:
     gap = loss_gap(candidate.layout, job.model.parameters)
     return Choice(name, candidate, f"{100 * gap:.2f} %" if gap else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Batch of `sequences` near that of the job, whose tokens per second are higher by the share `gain`."""
-
-    sequences: int
-    gain: float
-
-
-def better_batch(job: Job, plan: Plan) -> Batch | None:
-    """Return the better of the two round batches next to that of the job; None if it is round, or neither gains."""
-    unit = ROUND * job.cluster.gpus
-    below = job.batch // unit * unit
-    if below == job.batch:
-        return None
-    found = []
-    for batch in filter(None, (below, below + unit)):
-        other = search(replace(job, batch=batch)).candidates
-        gain = other[0].prediction.rate / plan.candidates[0].prediction.rate - 1 if other else 0.0
-        found.append(Batch(batch, gain))
-    best = max(found, key=lambda one: one.gain)
-    return best if best.gain > WORTH else None

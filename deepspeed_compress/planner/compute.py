@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.gpus import Gpu
+from deepspeed_compress.planner.gpus import Constants, Gpu
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import Elementwise, Software

@@ -72,7 +72,7 @@ class Start:
         seq: Tokens of a sequence.
         steps: Optimizer steps of the run.
         is_trainer: Whether a script with Hugging Face's Trainer trains.
-        has_hostfile: Whether the directory has a hostfile.
+        hostfile: Hostfile of the nodes, if there is one.
     """
 
     layout: Layout
@@ -82,15 +82,15 @@ class Start:
     seq: int
     steps: int
     is_trainer: bool
-    has_hostfile: bool
+    hostfile: Path | None = None
 
     def command(self) -> str:
         """Return the shell command that starts training: on every node, or on one of them if there is a hostfile."""
         config, options = _quoted(self.directory / "ds_config.json"), self._options()
         if self.is_trainer:
             return f"ds-compress run {self._launcher()} train.py --deepspeed {config} {options}"
-        if self.has_hostfile:
-            return f"HOSTFILE={_quoted(self.directory / 'hostfile')} launch/multi_node.sh {config} {options}"
+        if self.hostfile:
+            return f"HOSTFILE={_quoted(self.hostfile)} launch/multi_node.sh {config} {options}"
         several = f"NODES={self.cluster.nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " * self._has_nodes
         return f"RANKS={self.cluster.per_node} {several}launch/torchrun.sh {config} {options}"
 
@@ -99,8 +99,8 @@ class Start:
         return self.cluster.nodes > 1
 
     def _launcher(self) -> str:
-        if self.has_hostfile:
-            return f"--hostfile {_quoted(self.directory / 'hostfile')}"
+        if self.hostfile:
+            return f"--hostfile {_quoted(self.hostfile)}"
         nodes = f"--nnodes {self.cluster.nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " * self._has_nodes
         return f"--launcher torchrun {nodes}--nproc_per_node {self.cluster.per_node}"
 

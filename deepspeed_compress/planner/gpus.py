@@ -1,4 +1,7 @@
-"""Public figures of GPUs."""
+"""Public figures of GPUs, and the constants of the model: shares of these figures that training achieves, for example.
+
+The first four constants were fitted to published training steps by `launch/studies/planner_calibration.py`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -6,12 +9,48 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.constants import Constants
 
 Backend = Literal["nccl", "gloo"]
 Precision = Literal["bf16", "fp16", "fp32"]
 CALIBRATED_GPU = "A100-80"
 """GPU of the runs that the constants are fitted to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Constants of a prediction.
+
+    The first four are fitted to published runs on A100, the others are typical. `plan cluster --measure` fits all of
+    them to measurements.
+
+    Attributes:
+        matmul: Share of the peak rate that large matrix products reach.
+        memory: Share of the memory bandwidth that elementwise kernels reach.
+        link: Share of the rate between the GPUs of a node that collectives reach.
+        kernel: Seconds that a kernel takes beyond its work: start, tail, and the gap to the next one.
+        network: Share of the line rate of a node's network cards that collectives reach.
+        delay: Delays of a collective and its hops, relative to those of NCCL.
+        cpu: Costs of the CPU (issuing kernels, hooks of ZeRO 3, idle share), relative to the table of programs.
+        coding: Rate of the compression kernels, relative to elementwise kernels.
+        contention: Seconds that computation loses for each second of a message behind it, at most 1.
+    """
+
+    matmul: float = 0.819
+    memory: float = 0.647
+    link: float = 0.610
+    kernel: float = 8.97e-6
+    # Published nccl-tests on InfiniBand and RoCE.
+    network: float = 0.85
+    delay: float = 1.0
+    cpu: float = 1.0
+    coding: float = 1.0
+    # NCCL's channels occupy 24 of 108 multiprocessors of an A100.
+    contention: float = 0.2
+
+    @property
+    def origin(self) -> str:
+        """Origin of the values."""
+        return "fitted on A100" if self == Constants() else "measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +67,6 @@ class Gpu:
         per_node: GPUs in the usual node.
         best_matmul: Share of `peak` that the best matrix product reached in public measurements.
         flash: Share of `best_matmul` that flash attention reaches, by its generation.
-        source: Origin of the figures.
         precision: Type of weights, activations and gradients: the fastest that the GPU has, except fp8.
         backend: Library of the collectives.
     """
@@ -42,7 +80,6 @@ class Gpu:
     per_node: int
     best_matmul: float
     flash: Mapping[int, float]
-    source: str
     precision: Precision = "bf16"
     backend: Backend = "nccl"
 
@@ -62,7 +99,6 @@ _FLASH_AMPERE: Mapping[int, float] = {1: 0.42, 2: 0.65, 3: 0.65}
 _FLASH_HOPPER: Mapping[int, float] = {1: 0.25, 2: 0.48, 3: 0.75}
 """The same on H100: figures 5 and 6 of 2407.08608."""
 _FLASH_OTHER: Mapping[int, float] = {1: 0.4, 2: 0.5, 3: 0.5}
-_MAMF = "best matrix product: ml-engineering, compute/accelerator (mamf-finder)"
 
 
 def _gpu(
@@ -73,82 +109,67 @@ def _gpu(
     per_node: int,
     best: float,
     flash: Mapping[int, float],
-    source: str,
     precision: Precision = "bf16",
 ) -> Gpu:
-    """Return a GPU from its figures in teraflops, gigabytes, and gigabytes per second."""
+    """Return a GPU from its figures in teraflops, gigabytes, and gigabytes per second.
+
+    `best` of most is that of mamf-finder (ml-engineering, compute/accelerator).
+    """
     size, rate = (1e9 * figure for figure in memory)
-    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, source, precision)
+    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, precision)
 
 
 _GPUS = (
-    _gpu("A100-80", 312, (85.1, 2039), ("NVLink", 300), 8, 0.87, _FLASH_AMPERE, f"A100 data sheet; {_MAMF}"),
-    _gpu("A100-40", 312, (42.4, 1555), ("NVLink", 300), 8, 0.87, _FLASH_AMPERE, f"A100 data sheet; {_MAMF}"),
-    _gpu("H100", 989, (85.0, 3350), ("NVLink", 450), 8, 0.79, _FLASH_HOPPER, f"H100 SXM data sheet; {_MAMF}"),
-    _gpu("H200", 989, (151.0, 4800), ("NVLink", 450), 8, 0.80, _FLASH_HOPPER, f"H200 data sheet; {_MAMF}"),
-    _gpu("H800", 989, (85.0, 3350), ("NVLink", 200), 8, 0.79, _FLASH_HOPPER, "2412.19437; rates as H100"),
-    _gpu("GH200", 989, (102.0, 4000), ("NVLink", 450), 4, 0.82, _FLASH_HOPPER, f"GH200 data sheet; {_MAMF}"),
-    _gpu("B200", 2250, (192.0, 8000), ("NVLink", 900), 8, 0.77, _FLASH_HOPPER, f"HGX B200 data sheet; {_MAMF}"),
-    _gpu("GB200", 2500, (192.0, 8000), ("NVLink", 900), 72, 0.74, _FLASH_HOPPER, "GB200 NVL72 data sheet"),
-    _gpu("H20", 148, (103.0, 4000), ("NVLink", 450), 8, 0.90, _FLASH_HOPPER, "H20 data sheet"),
-    _gpu("H100-PCIe", 756, (85.0, 2000), ("PCIe", 64), 8, 0.79, _FLASH_HOPPER, "H100 data sheet"),
-    _gpu("A800", 312, (85.1, 2039), ("NVLink", 200), 8, 0.87, _FLASH_AMPERE, "A800 data sheet; rates as A100"),
-    _gpu("A6000", 155, (51.5, 768), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE, "RTX A6000 data sheet"),
-    _gpu(
-        "3090", 71, (25.8, 936), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "GA102 whitepaper; no peer access: by the host"
-    ),
-    _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "V100 data sheet (32 GB)", "fp16"),
-    _gpu("L40S", 362, (51.5, 864), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L40S data sheet"),
-    _gpu(
-        "4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE, "Ada whitepaper; no peer access: by the host"
-    ),
-    _gpu(
-        "5090",
-        209.5,
-        (33.7, 1792),
-        ("PCIe", 32),
-        8,
-        0.93,
-        _FLASH_AMPERE,
-        "RTX Blackwell whitepaper (fp32 sums); no peer access: by the host; best share as 4090",
-    ),
-    _gpu(
-        "RTX-PRO-6000",
-        503.8,
-        (102.0, 1792),
-        ("PCIe", 64),
-        8,
-        0.70,
-        _FLASH_AMPERE,
-        "RTX PRO Blackwell whitepaper; best share as L40S",
-    ),
-    _gpu("A10G", 70, (23.7, 600), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE, "A10G data sheet; best share as A6000"),
-    _gpu("L4", 121, (23.7, 300), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE, "L4 data sheet; best share as L40S"),
-    _gpu(
-        "GB10",
-        125,
-        (124.0, 273),
-        ("PCIe", 32),
-        1,
-        0.70,
-        _FLASH_AMPERE,
-        "DGX Spark data sheet: an eighth of the sparse fp4 rate; 128 GB shared with the CPU; best share as L40S",
-    ),
-    _gpu(
-        "MI300A",
-        980.6,
-        (124.0, 5300),
-        ("xGMI", 384),
-        4,
-        0.51,
-        _FLASH_OTHER,
-        "MI300A data sheet; 128 GB shared with the CPU; best share as MI300X",
-    ),
-    _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER, f"MI300X data sheet; {_MAMF}"),
-    _gpu(
-        "MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER, f"one of its two dies: data sheet; {_MAMF}"
-    ),
+    # A100 data sheet; mamf-finder
+    _gpu("A100-80", 312, (85.1, 2039), ("NVLink", 300), 8, 0.87, _FLASH_AMPERE),
+    # A100 data sheet; mamf-finder
+    _gpu("A100-40", 312, (42.4, 1555), ("NVLink", 300), 8, 0.87, _FLASH_AMPERE),
+    # H100 SXM data sheet; mamf-finder
+    _gpu("H100", 989, (85.0, 3350), ("NVLink", 450), 8, 0.79, _FLASH_HOPPER),
+    # H200 data sheet; mamf-finder
+    _gpu("H200", 989, (151.0, 4800), ("NVLink", 450), 8, 0.80, _FLASH_HOPPER),
+    # 2412.19437; rates as H100
+    _gpu("H800", 989, (85.0, 3350), ("NVLink", 200), 8, 0.79, _FLASH_HOPPER),
+    # GH200 data sheet; mamf-finder
+    _gpu("GH200", 989, (102.0, 4000), ("NVLink", 450), 4, 0.82, _FLASH_HOPPER),
+    # HGX B200 data sheet; mamf-finder
+    _gpu("B200", 2250, (192.0, 8000), ("NVLink", 900), 8, 0.77, _FLASH_HOPPER),
+    # GB200 NVL72 data sheet
+    _gpu("GB200", 2500, (192.0, 8000), ("NVLink", 900), 72, 0.74, _FLASH_HOPPER),
+    # H20 data sheet
+    _gpu("H20", 148, (103.0, 4000), ("NVLink", 450), 8, 0.90, _FLASH_HOPPER),
+    # H100 data sheet
+    _gpu("H100-PCIe", 756, (85.0, 2000), ("PCIe", 64), 8, 0.79, _FLASH_HOPPER),
+    # A800 data sheet; rates as A100
+    _gpu("A800", 312, (85.1, 2039), ("NVLink", 200), 8, 0.87, _FLASH_AMPERE),
+    # RTX A6000 data sheet
+    _gpu("A6000", 155, (51.5, 768), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE),
+    # GA102 whitepaper; no peer access: by the host
+    _gpu("3090", 71, (25.8, 936), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE),
+    # V100 data sheet (32 GB)
+    _gpu("V100", 125, (34.1, 900), ("NVLink", 150), 8, 0.75, _FLASH_OTHER, "fp16"),
+    # L40S data sheet
+    _gpu("L40S", 362, (51.5, 864), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE),
+    # Ada whitepaper; no peer access: by the host
+    _gpu("4090", 165, (25.3, 1008), ("PCIe", 16), 8, 0.93, _FLASH_AMPERE),
+    # RTX Blackwell whitepaper (fp32 sums); no peer access: by the host; best share as 4090
+    _gpu("5090", 209.5, (33.7, 1792), ("PCIe", 32), 8, 0.93, _FLASH_AMPERE),
+    # RTX PRO Blackwell whitepaper; best share as L40S
+    _gpu("RTX-PRO-6000", 503.8, (102.0, 1792), ("PCIe", 64), 8, 0.70, _FLASH_AMPERE),
+    # A10G data sheet; best share as A6000
+    _gpu("A10G", 70, (23.7, 600), ("PCIe", 32), 8, 0.80, _FLASH_AMPERE),
+    # L4 data sheet; best share as L40S
+    _gpu("L4", 121, (23.7, 300), ("PCIe", 32), 8, 0.70, _FLASH_AMPERE),
+    # DGX Spark data sheet: an eighth of the sparse fp4 rate; 128 GB shared with the CPU; best share as L40S
+    _gpu("GB10", 125, (124.0, 273), ("PCIe", 32), 1, 0.70, _FLASH_AMPERE),
+    # MI300A data sheet; 128 GB shared with the CPU; best share as MI300X
+    _gpu("MI300A", 980.6, (124.0, 5300), ("xGMI", 384), 4, 0.51, _FLASH_OTHER),
+    # MI300X data sheet; mamf-finder
+    _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER),
+    # one of its two dies: data sheet; mamf-finder
+    _gpu("MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER),
 )
+# Round figures of a core, for emulated hosts.
 _CPU = Gpu(
     name="CPU",
     peak=1e11,
@@ -159,7 +180,6 @@ _CPU = Gpu(
     per_node=1,
     best_matmul=_A100_BEST,
     flash=_FLASH_OTHER,
-    source="round figures of a core, for emulated hosts",
     precision="fp32",
     backend="gloo",
 )

@@ -1,20 +1,109 @@
-"""Measurements of a cluster: probes, steps, and the constants that fit them. They are kept in a JSON file."""
+"""Measurements of a cluster: probes, steps, and the constants that fit them. They are kept in a JSON file.
+
+`fit` finds constants from measured seconds: least squares of logarithms, with a prior.
+"""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.cluster import Cluster, Group, Links, Message
 from deepspeed_compress.planner.compute import Device
-from deepspeed_compress.planner.constants import Constants, Observation, Prior, fit
+from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import Software
+
+_SMALL = 1e-3
+_LONGEST = 1.0
+"""Largest change of a constant's logarithm in a round, because the model is not linear far from the solution."""
+
+
+class Observation(Protocol):
+    """Measured seconds of something that the model predicts."""
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds."""
+        ...
+
+    @property
+    def noise(self) -> float:
+        """Relative standard error with which the right constants would predict it."""
+        ...
+
+    def predicted(self, constants: Constants) -> float:
+        """Return the seconds that the model predicts with `constants`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Constants before anything is measured.
+
+    Attributes:
+        expected: The most probable values.
+        errors: Relative standard errors of the constants to fit. The others keep their values.
+    """
+
+    expected: Constants
+    errors: Mapping[str, float]
+
+
+def fit(observations: Sequence[Observation], prior: Prior, rounds: int = 3) -> Constants:
+    """Return the constants that are most probable after `observations`, by Gauss-Newton steps."""
+    usual = {name: math.log(getattr(prior.expected, name)) for name in prior.errors}
+    logs = dict(usual)
+    for _ in range(rounds):
+        change = _step(observations, prior, usual, logs)
+        logs = {name: logs[name] + max(-_LONGEST, min(_LONGEST, change[name])) for name in logs}
+    return _with(prior.expected, logs)
+
+
+def _with(constants: Constants, logs: Mapping[str, float]) -> Constants:
+    return replace(constants, **{name: math.exp(value) for name, value in logs.items()})
+
+
+def _step(
+    observations: Sequence[Observation], prior: Prior, usual: Mapping[str, float], logs: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the change of each logarithm that solves the problem if it were linear at `logs`."""
+    here = _residuals(observations, _with(prior.expected, logs))
+    slopes = {}
+    for name, value in logs.items():
+        there = _residuals(observations, _with(prior.expected, {**logs, name: value + _SMALL}))
+        slopes[name] = [(after - before) / _SMALL for before, after in zip(here, there, strict=True)]
+    weights = {name: 1 / error**2 for name, error in prior.errors.items()}
+    matrix = [[_dot(slopes[i], slopes[j]) + weights[i] * (i == j) for j in logs] for i in logs]
+    right = [-_dot(slopes[name], here) - weights[name] * (logs[name] - usual[name]) for name in logs]
+    return dict(zip(logs, _gauss(matrix, right), strict=True))
+
+
+def _residuals(observations: Sequence[Observation], constants: Constants) -> list[float]:
+    """Return the logarithmic errors in units of their standard errors."""
+    return [math.log(one.predicted(constants) / one.seconds) / one.noise for one in observations]
+
+
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(first, second, strict=True))
+
+
+def _gauss(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Return the solution of a small linear system with a positive definite matrix."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for pivot in range(size):
+        for other in range(size):
+            if other != pivot:
+                factor = rows[other][pivot] / rows[pivot][pivot]
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[pivot], strict=True)]
+    return [rows[index][-1] / rows[index][index] for index in range(size)]
+
 
 PRIOR = Prior(
     Constants(),
@@ -125,7 +214,7 @@ class ObservedStep:
     def predicted(self, constants: Constants) -> float:
         """Return the predicted seconds."""
         job, layout = replace(self.job, constants=constants), self.step.layout
-        return job.predictor(layout).predict(layout).seconds
+        return job.predictor().predict(layout).seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +225,22 @@ class Measured:
         job: The job, with the constants that it had before.
         probes: Measured operations.
         steps: Measured steps.
-        probed: Constants that fit the probes.
         constants: Constants that fit probes and steps.
     """
 
     job: Job
     probes: tuple[Probe, ...]
     steps: tuple[Step, ...]
-    probed: Constants
     constants: Constants
 
-    def predicted(self, step: Step, constants: Constants) -> float:
+    def predicted(self, step: Step) -> float:
         """Return the predicted seconds of a measured step."""
-        return ObservedStep(self.job, step).predicted(constants)
+        return ObservedStep(self.job, step).predicted(self.constants)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file."""
         steps = [
-            {
-                "layout": str(step.layout),
-                "seconds": step.seconds,
-                "predicted_from_probes": self.predicted(step, self.probed),
-                "predicted": self.predicted(step, self.constants),
-            }
+            {"layout": str(step.layout), "seconds": step.seconds, "predicted": self.predicted(step)}
             for step in self.steps
         ]
         return {
@@ -166,7 +248,6 @@ class Measured:
             "cluster": str(self.job.cluster),
             "model": self.job.model.name,
             "constants": asdict(self.constants),
-            "constants_from_probes": asdict(self.probed),
             "steps": steps,
             "probes": [asdict(probe) for probe in self.probes],
         }
@@ -175,9 +256,8 @@ class Measured:
 def fit_measured(job: Job, probes: Sequence[Probe], steps: Sequence[Step]) -> Measured:
     """Return the measurements with the constants that fit them."""
     observed: list[Observation] = [MeasuredProbe(probe, job.cluster, job.software) for probe in probes]
-    probed = fit(observed, PRIOR, ROUNDS)
-    both = fit([*observed, *(ObservedStep(job, step) for step in steps)], PRIOR, ROUNDS)
-    return Measured(job, tuple(probes), tuple(steps), probed, both)
+    observed += [ObservedStep(job, step) for step in steps]
+    return Measured(job, tuple(probes), tuple(steps), fit(observed, PRIOR, ROUNDS))
 
 
 def read_constants(file: Path, gpu: str) -> Constants:

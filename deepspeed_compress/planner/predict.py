@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.cluster import Cluster, Links
 from deepspeed_compress.planner.compute import Device
-from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.gpus import CALIBRATED_GPU
+from deepspeed_compress.planner.gpus import CALIBRATED_GPU, Constants
 from deepspeed_compress.planner.layout import Layout, Stage, stages
-from deepspeed_compress.planner.links import Links
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.schedule import MicroBatch, Term, micro_batch, step_terms
 from deepspeed_compress.planner.software import Software

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
+from deepspeed_compress.planner.cluster import SOURCE, Links, Message
 from deepspeed_compress.planner.compute import (
     FULLY_SHARDED,
     Device,
@@ -14,7 +16,6 @@ from deepspeed_compress.planner.compute import (
     recomputed,
 )
 from deepspeed_compress.planner.layout import Layout, Stage, largest_stage, stages
-from deepspeed_compress.planner.links import SOURCE, Links, Message
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.traffic import PEER, DataParallel, Traffic, Window, stage_message, tensor_traffic
 
@@ -53,9 +54,9 @@ _NOTHING = 1e-9
 """Seconds below which a term is left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatch:
-    """Work of one micro-batch on the slowest stage.
+    """Work of one micro-batch on the slowest stage, which many layouts share.
 
     Attributes:
         layer: Forward and backward of a layer.
@@ -71,17 +72,17 @@ class MicroBatch:
     layers: int
     heads: int
 
-    @property
+    @cached_property
     def forward(self) -> float:
         """Seconds of forward."""
         return self.layers * self.layer.forward.seconds + self.heads * self.head.forward.seconds
 
-    @property
+    @cached_property
     def backward(self) -> float:
         """Seconds of backward, with what is computed again."""
         return self.layers * (self.layer.backward + self.again).seconds + self.heads * self.head.backward.seconds
 
-    @property
+    @cached_property
     def work(self) -> Work:
         """All work of the micro-batch."""
         layer = self.layer.forward + self.layer.backward + self.again

@@ -1,18 +1,21 @@
-"""Ranking of all layouts by the days that a training run takes."""
+"""Ranking of all layouts by the days that a training run takes, with the additional tokens that it needs.
 
+A gap in loss by compression or islands becomes a share of additional tokens by the slope of the loss curve of
+2203.15556 (Chinchilla, approach 3), at the run's own sizes: at 20 tokens per parameter, 0.1 % of the loss are about
+2.5 % of the tokens.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from deepspeed_compress.planner.cluster import Cluster
-from deepspeed_compress.planner.constants import CALIBRATED, Constants
-from deepspeed_compress.planner.gpus import CALIBRATED_GPU
-from deepspeed_compress.planner.layout import Engine, Layout
-from deepspeed_compress.planner.layouts import Layouts
-from deepspeed_compress.planner.learning import extra_tokens, loss_gap, outside
+from deepspeed_compress.planner.gpus import CALIBRATED_GPU, Constants
+from deepspeed_compress.planner.layout import Engine, Layout, Layouts
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.predict import Prediction, Predictor, Verdict
-from deepspeed_compress.planner.software import SOFTWARE, Software
+from deepspeed_compress.planner.software import Software
 
 TIE = 0.05
 """Relative difference of days within which layouts should be measured: most of the error is common to all of them."""
@@ -23,6 +26,10 @@ GAIN = 0.01
 TOO_LARGE = "does not fit into memory"
 """Reason why a layout is refused."""
 _DAY = 86400.0
+
+
+FITTED_PARAMETERS, FITTED_GPUS, FITTED_NETWORK = (1.6e9, 1.02e12), 3072, 200e9
+"""Range of the 18 runs of `launch/studies/published_steps.csv`, whose nodes have eight cards of 200 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +59,15 @@ class Plan:
     """Result of a search.
 
     Attributes:
-        candidates: The best layout of each kind that the program can start, without islands, fastest first.
+        candidates: The best layout of each kind without islands, fastest first.
         islands: The same with islands, which train in another way.
-        others: The same for layouts that only Megatron can start.
-        fitting: All candidates that the program can start and that fit into memory, in no order.
+        fitting: All candidates that fit into memory, in no order.
         considered: Number of predicted layouts.
         refused: Number of refused layouts by reason.
     """
 
     candidates: tuple[Candidate, ...]
     islands: tuple[Candidate, ...]
-    others: tuple[Candidate, ...]
     fitting: tuple[Candidate, ...]
     considered: int
     refused: Counter[str]
@@ -98,10 +103,9 @@ class Job:
         """Program that starts the job."""
         return "megatron" if self.software.name == "megatron" else "deepspeed"
 
-    def predictor(self, layout: Layout) -> Predictor:
-        """Return the predictor of the program that starts `layout`."""
-        software = self.software if layout.engine == self.engine else _megatron(self.software)
-        return Predictor(self.cluster, self.model, software, self.seq, self.constants)
+    def predictor(self) -> Predictor:
+        """Return the predictor of this job's layouts."""
+        return Predictor(self.cluster, self.model, self.software, self.seq, self.constants)
 
     def candidate(self, prediction: Prediction) -> Candidate:
         """Return the days of a predicted layout."""
@@ -119,54 +123,35 @@ class Job:
     def _outside_of_published(self) -> Iterator[str]:
         if self.cluster.gpu.name != CALIBRATED_GPU:
             yield f"{self.cluster.gpu.name}: scaled from {CALIBRATED_GPU}"
-        if self.software.name != CALIBRATED.software:
-            yield f"steps of {self.software.name} (fitted: those of {CALIBRATED.software})"
+        if self.software.name != "megatron":
+            yield f"steps of {self.software.name} (fitted: those of megatron)"
         if self.model.experts > 1:
             yield "experts (fitted: dense models)"
-        low, high = CALIBRATED.parameters
+        low, high = FITTED_PARAMETERS
         if not low <= self.model.parameters <= high:
             yield f"{self.model.parameters / 1e9:.3g}B parameters (fitted: {low / 1e9:g}B to {high / 1e9:g}B)"
-        if self.cluster.gpus > CALIBRATED.gpus:
-            yield f"{self.cluster.gpus:,} GPUs (fitted: up to {CALIBRATED.gpus:,})"
-        if self.cluster.nodes > 1 and self.cluster.network < CALIBRATED.network:
-            yield f"network below {CALIBRATED.network * 8e-9:,.0f} Gbit/s per node"
-
-
-def _megatron(software: Software) -> Software:
-    return replace(SOFTWARE["megatron"], attention=software.attention)
+        if self.cluster.gpus > FITTED_GPUS:
+            yield f"{self.cluster.gpus:,} GPUs (fitted: up to {FITTED_GPUS:,})"
+        if self.cluster.nodes > 1 and self.cluster.network < FITTED_NETWORK:
+            yield f"network below {FITTED_NETWORK * 8e-9:,.0f} Gbit/s per node"
 
 
 def search(job: Job) -> Plan:
     """Return the best layouts for a job: first all without compression, then the variants of the promising ones."""
     layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf")
-    predictors: dict[str, Predictor] = {}
-    found = [job.candidate(predictors[plain.engine].predict(plain)) for plain in _fitting(job, layouts, predictors)]
-    considered = len(found)
-    limit = HOPELESS * min((one.days for one in found if one.layout.engine == job.engine), default=0.0)
-    for one in [one for one in found if _computing_days(one) <= limit]:
-        variants = [job.candidate(predictors[job.engine].predict(layout)) for layout in layouts.compressed(one.layout)]
+    predictor = job.predictor()
+    found = [job.candidate(predictor.predict(plain)) for plain in layouts.plain()]
+    fitting = [one for one in found if one.verdict != "does not fit"]
+    layouts.refused.update(TOO_LARGE for one in found if one.verdict == "does not fit")
+    considered = len(fitting)
+    limit = HOPELESS * min((one.days for one in fitting), default=0.0)
+    for one in [one for one in fitting if _computing_days(one) <= limit]:
+        variants = [job.candidate(predictor.predict(layout)) for layout in layouts.compressed(one.layout)]
         considered += len(variants)
-        found += [variant for variant in variants if variant.verdict != "does not fit"]
-    best = _best_of_each_kind(found)
-    startable, others = _startable(best, job), tuple(one for one in best if one.layout.engine != job.engine)
-    alike, islands = (tuple(one for one in startable if (one.layout.islands > 1) == apart) for apart in (False, True))
-    return Plan(alike, islands, others, _startable(found, job), considered, layouts.refused)
-
-
-def _startable(found: Iterable[Candidate], job: Job) -> tuple[Candidate, ...]:
-    return tuple(one for one in found if one.layout.engine == job.engine)
-
-
-def _fitting(job: Job, layouts: Layouts, predictors: dict[str, Predictor]) -> Iterator[Layout]:
-    """Yield the layouts that fit into memory without compression, and count the others."""
-    for layout in layouts.plain():
-        if layout.engine not in predictors:
-            predictors[layout.engine] = job.predictor(layout)
-        memory = predictors[layout.engine].memory(layout)
-        if memory.verdict(job.cluster.gpu.memory) == "does not fit":
-            layouts.refused[TOO_LARGE] += 1
-        else:
-            yield layout
+        fitting += [variant for variant in variants if variant.verdict != "does not fit"]
+    best = _best_of_each_kind(fitting)
+    alike, islands = (tuple(one for one in best if (one.layout.islands > 1) == apart) for apart in (False, True))
+    return Plan(alike, islands, tuple(fitting), considered, layouts.refused)
 
 
 def _computing_days(candidate: Candidate) -> float:
@@ -191,7 +176,7 @@ def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _division(layout: Layout) -> tuple[object, ...]:
-    return (layout.engine, layout.tensor, layout.pipeline, layout.zero, layout.shard_within)
+    return (layout.tensor, layout.pipeline, layout.zero, layout.shard_within)
 
 
 def _handicapped(candidate: Candidate) -> float:
@@ -199,69 +184,54 @@ def _handicapped(candidate: Candidate) -> float:
     return candidate.days * (1 + GAIN * sum((layout.gradient_bits > 0, layout.weight_bits > 0, layout.islands > 1)))
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Change of the cluster from which on another layout wins.
-
-    Attributes:
-        what: Description of the change.
-        factor: Factor by which it must change.
-    """
-
-    what: str
-    factor: float
-
-
-_CHANGES: Mapping[str, Callable[[Cluster, float], Cluster]] = {
-    "the network": lambda cluster, factor: replace(cluster, network=cluster.network * factor),
-    "links inside nodes": lambda cluster, factor: _with_gpu(cluster, link_rate=factor),
-    "matrix products": lambda cluster, factor: _with_gpu(cluster, peak=factor),
-    "memory": lambda cluster, factor: _with_gpu(cluster, memory_rate=factor),
+GRADIENT_GAPS: Mapping[int, float] = {0: 0.0, 8: 0.0, 4: 0.0004, 3: 0.0035}
+"""Relative increase of the loss by bits of gradients (docs/methods.md, "Measured": at most 10.5M parameters)."""
+DIFFERENCE_GAPS: Mapping[int, float] = {0: 0.0, 8: 0.0, 4: 0.0}
+"""The same for updated weights, whose differences are sent (ZeRO 1 and 2)."""
+WEIGHT_GAPS: Mapping[int, float] = {0: 0.0, 8: 0.0, 4: 0.0043}
+"""The same for gathered weights, which are rounded (ZeRO 3; docs/results.md, "Loss")."""
+DILOCO: Mapping[int, tuple[float, float]] = {
+    1: (18.129, -0.0953),
+    2: (18.768, -0.0969),
+    4: (19.762, -0.0992),
+    8: (21.051, -0.1018),
 }
+"""Factor and exponent of loss = factor x parameters ^ exponent, by islands (2503.09799, exchanges every 30 steps)."""
+ISLANDS_LOST = "2 to 7 %"
+"""Increase of the loss by islands that exchange every 30 steps in our own runs (docs/results.md, "Islands")."""
+DILOCO_RANGE = (35e6, 10e9)
+"""Parameters for which that law was measured or checked."""
+MEASURED = 10.5e6
+"""Parameters of the largest model whose gap by compression was measured here."""
 
 
-def _with_gpu(cluster: Cluster, link_rate: float = 1.0, peak: float = 1.0, memory_rate: float = 1.0) -> Cluster:
-    """Return `cluster` with the rates of its GPUs multiplied by these factors."""
-    gpu = cluster.gpu
-    faster = replace(
-        gpu, link_rate=gpu.link_rate * link_rate, peak=gpu.peak * peak, memory_rate=gpu.memory_rate * memory_rate
-    )
-    return replace(cluster, gpu=faster)
+def extra_tokens(gap: float, parameters: float, tokens: float) -> float:
+    """Return the share of additional tokens that makes up for a relative increase `gap` of the loss."""
+    of_size, of_data = 406.4 / parameters**0.34, 410.7 / tokens**0.28
+    return math.expm1(gap * (1.69 + of_size + of_data) / (0.28 * of_data))
 
 
-def turns(job: Job, first: Layout, second: Layout) -> Iterator[Turn]:
-    """Yield the smallest changes of a rate, up to 4 times, from which on `second` is faster than `first`."""
-    for what, change in _CHANGES.items():
-        for direction in (2.0, 0.5):
-            factor = _crossing(Race(job, change, first, second), direction)
-            if factor is not None:
-                yield Turn(what, factor)
+def loss_gap(layout: Layout, parameters: float) -> float:
+    """Return the relative increase of the loss that compression and islands cause."""
+    weights = (WEIGHT_GAPS if layout.zero == 3 else DIFFERENCE_GAPS)[layout.weight_bits]
+    return GRADIENT_GAPS[layout.gradient_bits] + weights + island_gap(layout.islands, parameters)
 
 
-@dataclass(frozen=True, slots=True)
-class Race:
-    """Two layouts on clusters that differ by one rate."""
-
-    job: Job
-    change: Callable[[Cluster, float], Cluster]
-    first: Layout
-    second: Layout
-
-    def lead(self, factor: float) -> float:
-        """Return the days by which the first is ahead if the rate is `factor` times as high."""
-        job = replace(self.job, cluster=self.change(self.job.cluster, factor))
-        one, two = (job.candidate(job.predictor(layout).predict(layout)) for layout in (self.first, self.second))
-        return two.days - one.days
+def island_gap(islands: int, parameters: float) -> float:
+    """Return the relative increase of the loss by islands, at least 0."""
+    (factor, exponent), (alone, decay) = DILOCO[islands], DILOCO[1]
+    ratio = factor / alone * math.pow(parameters, exponent - decay)
+    return max(0.0, ratio - 1)
 
 
-def _crossing(race: Race, direction: float) -> float | None:
-    """Return the factor at which the lead ends, between 1 and the square of `direction`, or None."""
-    near, far = 1.0, direction
-    while race.lead(far) > 0:
-        if far == direction**2:
-            return None
-        near, far = far, far * direction
-    for _ in range(10):
-        middle = (near * far) ** 0.5
-        near, far = (middle, far) if race.lead(middle) > 0 else (near, middle)
-    return far
+def critical_batch(tokens: float) -> float:
+    """Return the tokens of a step beyond which larger batches need many more tokens (2505.13738)."""
+    return float(2048 * 0.0471 * tokens**0.462)
+
+
+def outside(layout: Layout, parameters: float) -> Iterator[str]:
+    """Yield what the laws of `layout` have not been measured for."""
+    if (layout.gradient_bits or layout.weight_bits) and parameters > MEASURED:
+        yield f"loss with compression: measured up to {MEASURED / 1e6:g}M parameters"
+    if layout.islands > 1 and not DILOCO_RANGE[0] <= parameters <= DILOCO_RANGE[1]:
+        yield "loss with islands: the law holds from 35M to 10B parameters"

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from deepspeed_compress.planner.cluster import Group, Links, Message
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.layout import Layout, Stage
-from deepspeed_compress.planner.links import Group, Links, Message
 from deepspeed_compress.planner.model import Model
 
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]

@@ -23,7 +23,7 @@ from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError, StateError
 from deepspeed_compress.safe_files import read_text, write_text
-from deepspeed_compress.tools.outputs.terminal import printable
+from deepspeed_compress.tools.outputs.report import printable
 from deepspeed_compress.tools.tables import WIDTH, print_table
 
 

@@ -71,7 +71,7 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
         "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
     ]
     what = "run the coordinator until it is interrupted"
-    serve = add_subcommand(subjects, "serve", "tools.islands:serve", what, examples)
+    serve = add_subcommand(subjects, "serve", "tools.services:serve_islands", what, examples)
     _add_listening_arguments(serve, "islands")
     what = "file for the state, from which a restarted coordinator continues"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
@@ -79,10 +79,10 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--parameter-server", action="store_true", help=what)
     what = "print the islands that are connected and those that are missing"
     examples = ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"]
-    status = add_subcommand(subjects, "status", "tools.islands:status", what, examples)
+    status = add_subcommand(subjects, "status", "tools.services:status", what, examples)
     what = "continue without islands that have died"
     examples = ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"]
-    forget = add_subcommand(subjects, "forget", "tools.islands:forget", what, examples)
+    forget = add_subcommand(subjects, "forget", "tools.services:forget", what, examples)
     for subparser in (status, forget):
         subparser.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
         subparser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -108,11 +108,10 @@ def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
     what = "show which settings apply at which step"
-    examples = ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"]
+    examples = ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000"]
     schedule = add_subcommand(subjects, "schedule", "tools.plan:run_schedule", what, examples)
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     schedule.add_argument("--steps", type=positive_integer, metavar="N", help="total optimizer steps of the training")
-    schedule.add_argument("--output", type=Path, metavar="PNG", help="also draw the schedule")
     what = "estimate the cost of exchanges between islands, and how often to exchange"
     examples = ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"]
     islands = add_subcommand(subjects, "islands", "tools.plan:run_islands", what, examples)
@@ -167,8 +166,6 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster.add_argument("--base-bits", type=positive_number, metavar="BITS", help=what)
     what = "program that trains: launch/train_gpt.py or your own loop, Hugging Face Trainer, or Megatron-core"
     cluster.add_argument("--software", choices=("deepspeed", "hf", "megatron"), default="deepspeed", help=what)
-    what = "generation of its flash-attention kernel, or 0 for separate kernels (default: %(default)s)"
-    cluster.add_argument("--attention", type=int, choices=(0, 1, 2, 3), default=2, help=what)
     _add_measurement_arguments(cluster.add_argument_group("measurement"))
     what = "ds_config.json of what runs now (default: ZeRO without compression, with the fastest stage that fits)"
     cluster.add_argument("--config", type=Path, metavar="FILE", help=what)
@@ -178,12 +175,8 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
     what = "row, or name, whose files --output writes (default: the fastest that trains as now)"
     cluster.add_argument("--choose", metavar="N|LAYOUT", help=what)
-    what = "write ds_config.json and launch.sh of a layout to DIR, and a hostfile if there are --nodes"
+    what = "write ds_config.json and launch.sh of a layout to DIR"
     cluster.add_argument("--output", type=Path, metavar="DIR", help=what)
-    what = "file with a line for each node: its name, and the switches above it, such as 'node1 hall1/rack2'"
-    cluster.add_argument("--nodes", type=Path, metavar="FILE", help=what)
-    what = "draw the best step for each compression at 1 to 1,600 Gbit/s per node"
-    cluster.add_argument("--plot", type=Path, metavar="FILE.png", help=what)
 
 
 def _add_measurement_arguments(group: argparse._ArgumentGroup) -> None:
@@ -216,7 +209,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         "rollout serve --directory weights --port 29500 --host 10.0.0.1 --secret-file secret",
     ]
     what = "serve a directory of weights until it is interrupted"
-    serve = add_subcommand(subjects, "serve", "tools.rollout:run", what, examples)
+    serve = add_subcommand(subjects, "serve", "tools.services:serve_rollout", what, examples)
     what = "directory of the weights; it is created if it does not exist"
     serve.add_argument("--directory", type=Path, required=True, metavar="DIR", help=what)
     _add_listening_arguments(serve, "clients")
@@ -288,11 +281,6 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     what = "optimizer steps of a trial in the first rung; each further rung has three times as many (default: 30)"
     parser.add_argument("--steps", type=integer_from(10), default=30, metavar="N", help=what)
     parser.add_argument("--rungs", type=integer_from(1), default=3, metavar="N", help="number of rungs (default: 3)")
-    what = (
-        "time limit of a trial, such as 10min (default: none for uncompressed training, and about three times its "
-        "duration for all others)"
-    )
-    parser.add_argument("--trial-timeout", type=duration, metavar="TIME", help=what)
     parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
     what = "launcher that starts the processes (default: deepspeed); with none, the script runs in one process"
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)

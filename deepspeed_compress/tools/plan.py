@@ -5,9 +5,8 @@ between islands, and how often to exchange.
 """
 
 import argparse
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,12 @@ from deepspeed_compress.config import (
     parse_section,
     read_ds_config,
 )
-from deepspeed_compress.config.numbers import bit_rate, short
+from deepspeed_compress.config.numbers import bit_rate
 from deepspeed_compress.config.schedules import brief, total_steps
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.learning import MEASURED
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
-from deepspeed_compress.tools.plots import check_plotting, new_figure, save_figure, style_axes
 from deepspeed_compress.tools.tables import print_table
-
-LONG = 0.15
-"""Fraction of the picture's width that an interval needs for its label."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +87,9 @@ def _bits(settings: GradientsConfig, raw: int) -> float | None:
 
 
 def run_schedule(options: argparse.Namespace) -> int:
-    """Print the table, and draw it if `--output` is given. Return the exit code."""
+    """Print the table. Return the exit code."""
     found = intervals(read_ds_config(options.config), options.steps)
     print_table(f"schedule of {options.config}", ("steps", "settings", "bits"), map(_cells, found), ("settings",))
-    if options.output is not None:
-        draw(found, options.output)
-        print(options.output)
     return 0
 
 
@@ -107,46 +98,8 @@ def _cells(interval: Interval) -> tuple[str, str, str]:
     return f"{interval.first:,} - {last}", interval.settings, "?" if interval.bits is None else f"{interval.bits:.3g}"
 
 
-def draw(found: Sequence[Interval], file: Path) -> None:
-    """Plot bits per element over optimizer steps as a PNG.
-
-    A last interval without an end is drawn for an additional tenth of the steps before it.
-    """
-    check_plotting("--output", file)
-    end = found[-1].last
-    last = end + 1 if end is not None else max(10, round(1.1 * found[-1].first))
-    known = [(interval, interval.bits) for interval in found if interval.bits is not None]
-    figure = new_figure(9, 3.6)
-    axes = figure.add_subplot()
-    for interval, bits in known:
-        stop = last if interval.last is None else interval.last + 1
-        axes.plot([interval.first, stop], [bits, bits], color="#1f6feb", linewidth=2.5, solid_capstyle="butt")
-    for (_, before), (interval, bits) in itertools.pairwise(known):
-        axes.plot([interval.first] * 2, [before, bits], color="#1f6feb", linewidth=1)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlim(0, last)
-    axes.set_xlabel("optimizer step")
-    style_axes(axes, "Bits of a gradient element")
-    for interval, bits in known:
-        stop = last if interval.last is None else interval.last + 1
-        if (stop - interval.first) / last <= LONG:
-            continue
-        place, align = ((interval.first + stop) / 2, "center") if stop < last else (last, "right")
-        axes.annotate(interval.settings, (place, bits), (0, 5), textcoords="offset points", ha=align, fontsize=8)
-    axes.margins(y=0.15)
-    save_figure(figure, file)
-
-
 _OWN = "/deepspeed_compress/islands/own"
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
-_MEASURED_RANGES: Mapping[str, tuple[float, float]] = {
-    "parameters": (2.2e6, MEASURED),
-    "islands": (2, 4),
-    "bit/s": (1e7, 1e9),
-    "steps": (1, 30),
-}
-"""Smallest and largest measured values, by unit. `steps` are those between two exchanges."""
 MAX_COST = 0.05
 """Fraction of the step time that exchanges may cost on average."""
 
@@ -260,13 +213,7 @@ def run_islands(options: argparse.Namespace) -> int:
     found = [plan for plan in found if plan.sync_every >= least]
     columns = ("sync_every", "MB a step", "seconds an exchange", "step against none")
     print_table(_title(options, parameters, rate), columns, _rows(found, settings, options.step))
-    best = fitting(found)
-    print(_recommendation(best))
-    # Only the recommended interval is judged, because the table always has longer ones.
-    steps = None if best is None else best.sync_every
-    outside = list(unmeasured({"parameters": parameters, "islands": options.hosts, "bit/s": rate, "steps": steps}))
-    if outside:
-        print(f"not measured: {'; '.join(outside)}. The times are calculated, and the effect on the loss is unknown")
+    print(_recommendation(fitting(found)))
     return 0
 
 
@@ -282,14 +229,6 @@ def _recommendation(best: Plan | None) -> str:
     if best is None:
         return "every interval costs more than 5 % of the time; send fewer bits, or set a delay"
     return f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
-
-
-def unmeasured(figures: Mapping[str, float | None]) -> Iterator[str]:
-    """Yield those of `figures`, by unit, that are outside the runs reported in docs/islands.md."""
-    for unit, (least, most) in _MEASURED_RANGES.items():
-        figure = figures.get(unit)
-        if figure is not None and not least <= figure <= most:
-            yield f"{short(figure)} {unit} (measured: {short(least)} to {short(most)})"
 
 
 def _written(settings: Islands) -> str:

@@ -11,15 +11,12 @@ from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.choices import Choice, Setup, choices, islands
-from deepspeed_compress.planner.cluster import Node, hostfile, read_nodes
 from deepspeed_compress.planner.files import Start, ds_config
 from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import JobRanks, has_ranks
-from deepspeed_compress.tools.plan_cluster_plots import draw
-from deepspeed_compress.tools.plan_cluster_tables import explain, print_choices, print_plan, print_refused, sequences
-from deepspeed_compress.tools.plan_job import check_options, read_job
+from deepspeed_compress.tools.plan_job import check_options, read_job, read_setup
 from deepspeed_compress.tools.plan_measure import (
     BRIEF,
     THOROUGH,
@@ -29,17 +26,16 @@ from deepspeed_compress.tools.plan_measure import (
     measure,
     print_measured,
 )
-from deepspeed_compress.tools.plan_setup import read_setup
+from deepspeed_compress.tools.plan_tables import explain, print_choices, print_plan, print_refused, sequences
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the best layouts or explain one of them, measure, write the files of the best, draw. Return the exit code.
+    """Print the best layouts or explain one of them, measure, write the files of the best. Return the exit code.
 
     Under a launcher, only the first process prints and writes.
     """
     job = read_job(options)
     check_options(options, job)
-    nodes = None if options.nodes is None else read_nodes(options.nodes, job.cluster)
     setup = None if options.config is None else read_setup(options.config, job.cluster.per_node)
     plan, measured = _search(job), None
     if options.measure is not None or (has_ranks(options.emulate) and options.constants is None):
@@ -52,12 +48,14 @@ def run(options: argparse.Namespace) -> int:
     found = choices(job, plan, setup)
     rows = _rows(found, plan, options.all)
     if options.explain is not None:
-        explain(_chosen(rows, plan, "--explain", options.explain), plan, job)
+        explain(_chosen(rows, plan, "--explain", options.explain), job)
     elif options.all or options.measure is not None:
         print_plan(plan, job, measured)
     else:
         print_choices(found, tuple(islands(plan)), plan, job, measured)
-    _save(rows, plan, job, nodes, options)
+    if options.output is not None:
+        best = plan.recommended if options.choose is None else _chosen(rows, plan, "--choose", options.choose)
+        _write(best, job, options)
     return 0
 
 
@@ -72,6 +70,7 @@ def _measure(ranks: JobRanks, plan: Plan, job: Job, setup: Setup | None, options
         print_plan(plan, job, None)
     measured = measure(list(differing(plan, ranks)), job, ranks, options.model, THOROUGH)
     if ranks.is_first:
+        options.measure.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.measure, measured.to_json())
         print_measured(measured)
     return measured
@@ -81,7 +80,7 @@ def _rows(found: Sequence[Choice], plan: Plan, shows_all: bool) -> dict[str, Can
     """Return the layouts by their numbers in the table: what one can choose from, or every kind."""
     if not shows_all:
         return {str(number): one.candidate for number, one in enumerate((*found, *islands(plan)), 1)}
-    blocks = {"": plan.candidates, "I": plan.islands, "M": plan.others}
+    blocks = {"": plan.candidates, "I": plan.islands}
     return {f"{letter}{number}": one for letter, some in blocks.items() for number, one in enumerate(some, 1)}
 
 
@@ -91,7 +90,7 @@ def _chosen(rows: Mapping[str, Candidate], plan: Plan, option: str, text: str) -
     Raises:
         ConfigError: There is none.
     """
-    names = {str(one.layout): one for one in (*plan.candidates, *plan.islands, *plan.others, *rows.values())}
+    names = {str(one.layout): one for one in (*plan.candidates, *plan.islands, *rows.values())}
     found = rows.get(text.upper()) or names.get(text)
     if found is None:
         raise ConfigError(f"{option}: {text} is not in the table; write a number, such as 1, or the name of a layout")
@@ -122,29 +121,16 @@ def _impossible(plan: Plan, job: Job) -> str:
     )
 
 
-def _save(
-    rows: Mapping[str, Candidate], plan: Plan, job: Job, nodes: Sequence[Node] | None, options: argparse.Namespace
-) -> None:
-    """Write the files of the chosen layout, or else of the best one, and the pictures, if that is asked for."""
-    if options.output is not None:
-        best = plan.recommended if options.choose is None else _chosen(rows, plan, "--choose", options.choose)
-        _write(best, job, nodes, options)
-    if options.plot is not None:
-        print(draw(job, options.plot))
-
-
 _UNSET = "is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS $0 (N from 0; the address of the first node)"
 
 
-def _write(candidate: Candidate, job: Job, nodes: Sequence[Node] | None, options: argparse.Namespace) -> None:
+def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
+    """Write ds_config.json and launch.sh of a layout."""
     directory: Path = options.output
     layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
-    has_nodes, is_trainer = nodes is not None, options.software == "hf"
-    start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, has_nodes).command()
+    is_trainer = options.software == "hf"
+    start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, options.hostfile).command()
     directory.mkdir(parents=True, exist_ok=True)
-    if nodes is not None:
-        lines = hostfile(nodes, job.cluster, layout)
-        (directory / "hostfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = json.dumps(ds_config(layout, job.cluster), indent=2)
     (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")
     script = directory / "launch.sh"

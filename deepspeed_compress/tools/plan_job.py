@@ -1,21 +1,26 @@
 """The job of ``ds-compress plan cluster``: a model, a cluster, and a batch, from options or from what is at hand."""
 
 import argparse
+import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from deepspeed_compress.config import SECTION, CompressConfig, parse_section, read_ds_config
+from deepspeed_compress.config.models import Parallelism
+from deepspeed_compress.config.problems import STAGE, TENSOR
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.choices import Setup
 from deepspeed_compress.planner.cluster import Cluster, read_cluster, read_network
-from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.gpus import Constants, Gpu, find_gpu
+from deepspeed_compress.planner.layout import GRADIENT_BITS, WEIGHT_BITS
 from deepspeed_compress.planner.measured import read_constants
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.tools.plan_machine import find_machine, find_network
-from deepspeed_compress.tools.plan_setup import written_batch
-from deepspeed_compress.tools.plots import check_plotting
 
 MOST_SEQUENCES, MOST_TOKENS = 10**9, 1e18
 """Largest batch and longest run."""
@@ -39,9 +44,8 @@ def read_job(options: argparse.Namespace) -> Job:
     cluster = _cluster(options)
     batch = _batch(options, seq, cluster)
     tokens = read_count(options.tokens) if options.tokens else 20.0 * model.trained_parameters
-    software = replace(SOFTWARE[options.software], attention=options.attention)
     constants = read_constants(options.constants, cluster.gpu.name) if options.constants else Constants()
-    return Job(cluster, model, software, seq, batch, tokens, constants)
+    return Job(cluster, model, SOFTWARE[options.software], seq, batch, tokens, constants)
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
@@ -145,34 +149,157 @@ def check_options(options: argparse.Namespace, job: Job) -> None:
     Raises:
         ConfigError: An option does not fit another one.
     """
-    if options.nodes is not None and options.output is None:
+    measures, writes, is_path = options.measure is not None, options.output is not None, options.model.exists()
+    adapts, software, plain = job.model.rank > 0, options.software, options.software == "deepspeed"
+    conflicts: tuple[tuple[object, str], ...] = (
+        (options.config and (options.all or measures), "--config: is for the table of choices; leave it out"),
+        (options.choose and not writes, "--choose: is for the files of a row; write --output DIR, too"),
+        (writes and software == "megatron", "--output: Megatron reads no ds_config.json; leave it out"),
+        (writes and plain and not is_path, "--output: launch/train_gpt.py needs a config.json; write it as --model"),
+        (measures and not is_path, "--measure: trains the model of a config.json; write its path as --model"),
+        (measures and not plain, f"--measure: takes steps of --software deepspeed, not {software}; leave one out"),
+        (options.base_bits and not adapts, "--base-bits: only LoRA leaves the model frozen; write --lora-rank, too"),
+        (adapts and measures, "--measure: trains all parameters; leave out --lora-rank"),
+        (adapts and writes and plain, "--output: launch/train_gpt.py trains all parameters; write --software hf"),
+    )
+    for is_wrong, message in conflicts:
+        if is_wrong:
+            raise ConfigError(message)
+
+
+def read_setup(file: Path, per_node: int) -> Setup:
+    """Return the layout that `file` describes, on nodes of `per_node` GPUs. Without the section, nothing is compressed.
+
+    Raises:
+        ConfigError: The file cannot be read, or has settings that are not predicted.
+    """
+    ds_config = read_ds_config(file)
+    section = parse_section(ds_config) if SECTION in ds_config else None
+    parallelism = Parallelism() if section is None else section.parallelism or Parallelism()
+    tensor, micro = TENSOR.effective(ds_config, parallelism), ds_config.get("train_micro_batch_size_per_gpu")
+    within = parallelism.shard_within
+    return Setup(
+        STAGE.effective(ds_config, parallelism),
+        tensor,
+        parallelism.pipeline,
+        micro if isinstance(micro, int) else 0,
+        per_node // tensor if within == "node" else within or 0,
+        **({} if section is None else _bits(file, section)),
+    )
+
+
+def written_batch(file: Path, gpus: int) -> int | None:
+    """Return the sequences of a step that `file` describes on `gpus` GPUs; None if it leaves them open."""
+    ds_config = read_ds_config(file)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, accumulation = (ds_config.get(name) for name in names)
+    if isinstance(whole, int):
+        return whole
+    setup = read_setup(file, gpus)
+    replicas = gpus // (setup.tensor * setup.pipeline)
+    return micro * replicas * (accumulation if isinstance(accumulation, int) else 1) if isinstance(micro, int) else None
+
+
+def _bits(file: Path, section: CompressConfig) -> Mapping[str, Any]:
+    """Return the bits of gradients and weights.
+
+    Raises:
+        ConfigError: They are compressed in another way, or islands exchange them.
+    """
+    if section.islands is not None:
+        raise ConfigError(f"--config {file}: islands are not predicted as what runs now; name a file without them")
+    found = {}
+    for kind, settings, allowed in (
+        ("gradient", section.gradients, GRADIENT_BITS),
+        ("weight", section.weights, WEIGHT_BITS),
+    ):
+        bits = 0 if settings.method == "none" else getattr(settings, "bits", None)
+        if bits not in allowed or settings.method not in ("none", "blockwise"):
+            raise ConfigError(
+                f'--config {file}: {kind}s by "{settings.method}" are not predicted (allowed: "none", and "blockwise" '
+                f"with {', '.join(map(str, allowed[1:]))} bits); name a file without it"
+            )
+        found[f"{kind}_bits"] = bits
+    return found
+
+
+HOSTFILE = Path("/job/hostfile")
+"""Hostfile that the deepspeed launcher reads by default (`deepspeed.launcher.runner.DLTS_HOSTFILE`)."""
+CARDS = Path("/sys/class")
+"""Directory in which Linux describes network cards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs at hand: `count` in all, `per_node` in each node."""
+
+    gpu: Gpu
+    count: int
+    per_node: int
+
+
+def find_machine(hostfile: Path | None, environment: Mapping[str, str] = os.environ) -> Machine:
+    """Return the GPUs of the launcher that started this process, of `hostfile`, of a Slurm job, or of this machine.
+
+    Raises:
+        ConfigError: There are none, their type is not known, or nodes have different numbers of them.
+    """
+    name, local = _local_gpus(environment)
+    if "RANK" in environment:
+        count = int(environment["WORLD_SIZE"])
+        per_node = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or count)
+    elif hostfile is not None or HOSTFILE.is_file():
+        count, per_node = _slots(hostfile or HOSTFILE)
+    else:
+        count, per_node = int(environment.get("SLURM_JOB_NUM_NODES", 1)) * local, local
+    if name is None:
         raise ConfigError(
-            "--nodes: is for the hostfile next to ds_config.json; write --output DIR, too, or leave it out"
+            "--gpus: is missing, and there is no GPU here; write 16xA100, for example, or --emulate 2,1gbit"
         )
-    if options.config is not None and (options.all or options.measure is not None):
-        raise ConfigError("--config: is for the table of choices; leave it out with --all and --measure")
-    if options.choose is not None and options.output is None:
-        raise ConfigError("--choose: is for the files of a row; write --output DIR, too, or leave it out")
-    if options.output is not None and job.engine == "megatron":
-        raise ConfigError("--output: Megatron reads no ds_config.json; leave it out, or write --software deepspeed")
-    if options.output is not None and options.software == "deepspeed" and not options.model.exists():
-        raise ConfigError(
-            "--output: launch/train_gpt.py needs a config.json; write its path as --model, or --software hf"
-        )
-    if options.measure is not None and not options.model.exists():
-        raise ConfigError("--measure: trains the model of a config.json; write its path as --model")
-    if options.base_bits and not job.model.rank:
-        raise ConfigError("--base-bits: only LoRA leaves the model frozen; write --lora-rank, too, or leave it out")
-    if job.model.rank and (options.measure or (options.output and options.software != "hf")):
-        raise ConfigError(
-            "--lora-rank: --measure and launch/train_gpt.py train all parameters; leave out --measure, and write "
-            "--software hf with --output"
-        )
-    if options.measure is not None and options.software != "deepspeed":
-        raise ConfigError(f"--measure: takes steps of --software deepspeed, not {options.software}; leave one out")
-    if options.measure is not None and not options.measure.parent.is_dir():
-        raise ConfigError(f"--measure: {options.measure.parent} is not a directory; create it")
-    if options.plot is not None and job.cluster.nodes == 1:
-        raise ConfigError("--plot: draws steps over the rate of the network, which a single node has not; leave it out")
-    if options.plot is not None:
-        check_plotting("--plot", options.plot)
+    return Machine(find_gpu(name), count, per_node)
+
+
+def _local_gpus(environment: Mapping[str, str]) -> tuple[str | None, int]:
+    """Return the type of this machine's GPUs and their number. Ranks on a machine without GPUs compute on its CPU."""
+    try:
+        import torch
+    except ImportError:
+        return None, 0
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0), torch.cuda.device_count()
+    return ("CPU" if "RANK" in environment else None), 0
+
+
+def _slots(hostfile: Path) -> tuple[int, int]:
+    """Return the number of slots in a hostfile of DeepSpeed, and that of each host."""
+    try:
+        slots = [int(found) for found in re.findall(r"^\s*[^#\s]+\s+slots=(\d+)", hostfile.read_text("utf-8"), re.M)]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--hostfile {hostfile}: cannot be read: {error}; write the path of a hostfile") from error
+    if len(set(slots)) != 1:
+        problem = "has no line such as node1 slots=8" if not slots else "gives nodes different numbers of slots"
+        raise ConfigError(f"--hostfile {hostfile}: {problem}; correct it, or write --gpus and --gpus-per-node")
+    return sum(slots), slots[0]
+
+
+def find_network(cards: Path = CARDS) -> float:
+    """Return the bytes per second of this node: all of its InfiniBand ports, or its fastest Ethernet card without any.
+
+    Raises:
+        ConfigError: No card says its rate, as in many virtual machines.
+    """
+    ports = [_first_number(port) * 1e9 for port in cards.glob("infiniband/*/ports/*/rate")]
+    ethernet = [_first_number(speed) * 1e6 for speed in cards.glob("net/*/speed")]
+    rate = sum(ports) or max(ethernet, default=0.0)
+    if rate <= 0:
+        raise ConfigError("--network: is missing, and no card of this machine says its rate; write 25gbit, for example")
+    return rate / 8
+
+
+def _first_number(file: Path) -> float:
+    """Return the number at the beginning of a file; 0 if it cannot be read, as that of a card without a cable."""
+    try:
+        found = re.match(r"[0-9.]+", file.read_text("utf-8"))
+    except OSError:
+        return 0.0
+    return float(found[0]) if found else 0.0

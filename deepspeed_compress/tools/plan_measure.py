@@ -15,7 +15,6 @@ from rich.progress import Progress
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.planner.choices import Choice
 from deepspeed_compress.planner.compute import matrix_products
-from deepspeed_compress.planner.constants import MEANINGS
 from deepspeed_compress.planner.files import ds_config
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Measured, Probe, Step, fit_measured
@@ -53,7 +52,6 @@ BRIEF_SECONDS, BRIEF_PARAMETERS = 2.0, 2e8
 """Most seconds of messages in a step, and most parameters of a model, for which a brief measurement takes steps."""
 MOST_ELEMENTS = 2**24
 """Largest number of elements that kernels are measured with."""
-PROGRAM = "deepspeed_compress.tools.bench.plan_rank"
 COMPRESSED_BITS = 4
 """Bits of the compressed step that a brief measurement takes."""
 
@@ -84,7 +82,7 @@ def measure(layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, e
     rows: list[Row] = []
     with Progress(transient=True, disable=not ranks.is_first) as progress:
         for steps in progress.track(_step_jobs(layouts, job, ranks, model, effort.steps) or [[]], description="ranks"):
-            rows += _rows(ranks, {"probes": None if rows else probed, "steps": steps})
+            rows += _rows(ranks, steps if rows else [probed, *steps])
     probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in rows if "kind" in row]
     return fit_measured(job, probes, _steps(rows, layouts))
 
@@ -99,7 +97,7 @@ def measure_steps(
     """
     rows: list[Row] = []
     for steps in _step_jobs(layouts, job, ranks, model, count):
-        rows += _rows(ranks, {"probes": None, "steps": steps})
+        rows += _rows(ranks, steps)
     return _steps(rows, layouts)
 
 
@@ -125,8 +123,8 @@ def _steps(rows: Sequence[Row], layouts: Sequence[Layout]) -> list[Step]:
     return [Step(layout, seconds[str(layout)]) for layout in layouts]
 
 
-def _rows(ranks: JobRanks, job: Row) -> list[Row]:
-    rows, failure = ranks.run(PROGRAM, job)
+def _rows(ranks: JobRanks, jobs: Sequence[Row]) -> list[Row]:
+    rows, failure = ranks.run(jobs)
     if failure is not None:
         raise CompressError(f"measurement: {failure} on the emulated hosts; the lines above show why")
     return rows
@@ -161,13 +159,14 @@ def brief_layouts(found: Sequence[Choice], job: Job, options: argparse.Namespace
 
 
 def _probes(job: Job, effort: Effort) -> Row:
-    """Return the job of `bench.probe_rank`: sizes that occur in training."""
+    """Return the job of `bench.rank.measure_probes`: sizes that occur in training."""
     model = job.model
     tokens = max(1, min(job.batch, 8)) * job.seq
     products: Sequence[tuple[float, ...]] = [sizes for sizes, _ in matrix_products(model, tokens, 1)]
     whole = job.cluster.gpu.element * min(model.parameters, job.software.bucket)
     largest = min(whole, effort.longest * job.cluster.network)
     return {
+        "measure": "probes",
         "element": job.cluster.gpu.element,
         "products": sorted({tuple(map(round, sizes)) for sizes in products}),
         "numel": max(2**16, min(model.parameters, MOST_ELEMENTS)),
@@ -178,15 +177,10 @@ def _probes(job: Job, effort: Effort) -> Row:
 
 
 def print_measured(measured: Measured) -> None:
-    """Print the constants before and after the fit, and the measured steps next to the predicted ones."""
-    names = []
-    for name, meaning in MEANINGS.items():
-        values = (getattr(one, name) for one in (measured.job.constants, measured.probed, measured.constants))
-        names.append((name, *(f"{value:.3g}" for value in values), meaning))
-    print_table("Constants", ("", "before", "from probes", "with steps", "meaning"), names, ("", "meaning"))
-    steps = []
+    """Print the measured steps next to the predicted ones."""
+    rows = []
     for step in measured.steps:
-        seconds = [step.seconds, *(measured.predicted(step, one) for one in (measured.probed, measured.constants))]
-        error = f"{100 * (seconds[-1] / step.seconds - 1):+.0f} %"
-        steps.append((str(step.layout), *(f"{one:.3g}" for one in seconds), error))
-    print_table("Seconds of a step", ("layout", "measured", "from probes", "with steps", "error"), steps, ("layout",))
+        predicted = measured.predicted(step)
+        error = f"{100 * (predicted / step.seconds - 1):+.0f} %"
+        rows.append((str(step.layout), f"{step.seconds:.3g}", f"{predicted:.3g}", error))
+    print_table("Seconds of a step", ("layout", "measured", "predicted", "error"), rows, ("layout",))

@@ -1,7 +1,6 @@
-"""Shared plotting helpers: the check for matplotlib, a common style of axes, and bars."""
+"""Shared plotting helpers: the check for matplotlib, and a common style of figures and axes."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,6 @@ from deepspeed_compress.errors import UnsupportedError, install_command
 
 COLOURS = ("#0b5394", "#e69138", "#38761d", "#a61c00", "#674ea7", "#76a5af", "#b45f06")
 GREY, GRID = "#8c959f", "#eaeef2"
-BAR, GAP = 0.22, 0.35
-"""Height of a bar and space between two groups, in inches."""
-WIDTH = 9.0
 
 
 def check_plotting(option: str, file: Path | None = None) -> None:
@@ -70,40 +66,3 @@ def plain_decades(axes: Any, limits: tuple[float, float] | None = None) -> None:
     axes.set_xticks(inside, [f"{mark:g}" for mark in inside])
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)
-
-
-BarChart = Mapping[str, Mapping[str, float]]
-"""Values by series, each of which has a color, and by group of bars."""
-
-
-def plot_bars(charts: Sequence[tuple[str, BarChart]], axis: str, file: Path) -> None:
-    """Draw titled charts of horizontal bars with their values, one below another, into the PNG `file`."""
-    heights = [len(_groups(chart)) * (len(chart) * BAR + GAP) + 1.0 for _, chart in charts]
-    figure = new_figure(WIDTH, sum(heights))
-    grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
-    for place, (title, chart) in enumerate(charts):
-        _draw_bars(figure.add_subplot(grid[place, 0]), title, chart, axis)
-    save_figure(figure, file)
-
-
-def _groups(chart: BarChart) -> list[str]:
-    return list(dict.fromkeys(name for series in chart.values() for name in series))
-
-
-def _draw_bars(axes: Any, title: str, chart: BarChart, axis: str) -> None:
-    """Draw bars, on a logarithmic axis if the values differ greatly."""
-    names, values = _groups(chart), [value for series in chart.values() for value in series.values()]
-    step = len(chart) * BAR + GAP
-    for index, (label, series) in enumerate(chart.items()):
-        places = [names.index(name) * step + index * BAR for name in series]
-        bars = axes.barh(places, list(series.values()), 0.9 * BAR, color=COLOURS[index % len(COLOURS)], label=label)
-        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-    if max(values) > 8 * min(values):
-        plain_decades(axes, (0.9 * min(1.0, *values), 1.7 * max(values)))
-    else:
-        axes.set_xlim(0, 1.15 * max(values))
-    middle = (len(chart) - 1) * BAR / 2
-    axes.set_yticks([place * step + middle for place in range(len(names))], names)
-    axes.invert_yaxis()
-    axes.set_xlabel(axis, fontsize=9)
-    style_axes(axes, title)

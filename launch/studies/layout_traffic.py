@@ -11,12 +11,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.cluster import NOTHING, Cluster, Links, Message
 from deepspeed_compress.planner.compute import Device
-from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.gpus import find_gpu
+from deepspeed_compress.planner.gpus import Constants, find_gpu
 from deepspeed_compress.planner.layout import Layout, largest_stage
-from deepspeed_compress.planner.links import NOTHING, Links, Message
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.planner.traffic import DataParallel, stage_message, tensor_traffic

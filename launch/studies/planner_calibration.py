@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.constants import Constants, Prior
-from deepspeed_compress.planner.constants import fit as fit_constants
+from deepspeed_compress.planner.gpus import Constants
+from deepspeed_compress.planner.measured import Prior
+from deepspeed_compress.planner.measured import fit as fit_constants
 from deepspeed_compress.planner.predict import PROGRAMS, QUANTILE, Prediction, Predictor
 from launch.studies.harness import new_parser
 from launch.studies.published_runs import CALIBRATION, OTHERS, Run, read_run

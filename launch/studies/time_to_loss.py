@@ -7,7 +7,7 @@ batches) reach those of DDP after --steps steps. `ds-compress bench step` measur
 same text, seeds and batches, and AdamW, or the optimizer of their file, at a constant rate after 20 steps, so that
 every point of a curve shows the best loss that the run can have by then.
 
-PowerSGD and post-local SGD start after a tenth of the steps, as PyTorch recommends. Earlier steps are timed as steps of
+PowerSGD starts after a tenth of the steps, as PyTorch recommends. Earlier steps are timed as steps of
 DDP, and the warm-up of a file as steps of DeepSpeed. The losses of DDP also stand for DeepSpeed and FSDP2, which only
 round differently. An `adaptive` file needs a network to choose by: name the file of its choice instead, or train it on
 emulated hosts with race.
@@ -52,12 +52,7 @@ from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, rep
 
 NATIVE = ROOT / "configs" / "zero0_int4.json"
 """Configuration with the optimizer and the clipping of the peers."""
-PEERS = (
-    BASELINE,
-    "ddp-bf16",
-    *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
-    *(f"ddp-post-local{steps}" for steps in (4, 8)),
-)
+PEERS = (BASELINE, "ddp-bf16", *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)))
 FSDP2 = ("fsdp2", "fsdp2-int4", "fsdp2-int4-weights")
 """FSDP2 uncompressed and compressed, which are trained on request."""
 OURS = (

@@ -4,7 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,13 +95,6 @@ def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:
     assert [name for name in LINE if f"`{name}`" not in page] == []
 
 
-def test_several_writers_append_lines_that_are_readable_at_once(tmp_path: Path) -> None:
-    directory = tmp_path / "new" / "run"
-    for step in (1, 2, 3):
-        StatisticsWriter(Journal(str(directory), "run"), None).write(replace(STATISTICS, step=step))
-        assert [json.loads(line)["step"] for line in lines(directory)] == list(range(1, step + 1))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_values_become_null(tmp_path: Path, value: float) -> None:
     sink = Sink()
@@ -119,12 +111,6 @@ def test_every_number_is_an_event_at_the_samples_seen() -> None:
     unknown = ("bytes_tensor", "cosine", "islands_cosine")
     names = {name: value for name, value in LINE.items() if name not in labels + unknown} | {"time_ms": 22.0}
     assert sink.events == [(f"Train/Samples/compression_{name}", value, 96) for name, value in names.items()]
-
-
-def test_without_a_directory_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    StatisticsWriter(Journal(None), None).write(STATISTICS)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_times_of_a_phase_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,15 +167,6 @@ def test_a_line_names_its_run_and_process(tmp_path: Path) -> None:
     assert len({json.loads(line)["run"]["started"] for line in lines(tmp_path)}) == 1
 
 
-@pytest.mark.parametrize("last", ["", '{"step": 1}\n', '{"step": 1, "run": 3}\n', "?\n", '"text"\n', None])
-def test_a_run_keeps_its_id_if_no_previous_run_is_found(last: str | None, tmp_path: Path) -> None:
-    if last is not None:
-        (tmp_path / "compression.jsonl").write_text(last)
-    journal = Journal(str(tmp_path), "own")
-    journal.adopt(None)
-    assert journal.part.id == "own"
-
-
 def test_a_resumed_run_without_a_state_continues_the_last_run_of_its_directory(tmp_path: Path) -> None:
     StatisticsWriter(Journal(str(tmp_path), "former"), None).write(STATISTICS)
     with (tmp_path / "compression.jsonl").open("a") as stream:
@@ -221,15 +198,6 @@ def write_all(journal: Journal, *steps: int) -> None:
         EventLog(journal, writes=True).record(replace(EVENT, step=step))
 
 
-def test_an_unwritable_file_leads_to_one_warning_and_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    journal = Journal(str(tmp_path / "file" / "run"), "run")
-    with pytest.warns(CompressWarning, match="monitor/path.*cannot be written") as caught:
-        write_all(journal, 1, 2)
-    write_configuration(journal, {})
-    assert len(caught) == 1
-
-
 def test_a_full_disk_loses_only_lines(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), "run")
     write_all(journal, 1)
@@ -245,14 +213,6 @@ def no_space(path: Path, line: bytes) -> None:
     with path.open("ab") as file:
         file.write(line[:10])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_deleted_directory_is_created_again(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path / "run"), "run")
-    write_all(journal, 1)
-    shutil.rmtree(tmp_path / "run")
-    write_all(journal, 2)
-    assert [line["step"] for line in read(tmp_path / "run")] == [2]
 
 
 @pytest.mark.timeout(120)

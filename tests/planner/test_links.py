@@ -1,8 +1,7 @@
 import pytest
 
-from deepspeed_compress.planner.cluster import read_cluster
-from deepspeed_compress.planner.constants import Constants
-from deepspeed_compress.planner.links import NOTHING, Links
+from deepspeed_compress.planner.cluster import NOTHING, Links, read_cluster
+from deepspeed_compress.planner.gpus import Constants
 
 
 def links(gpus: str = "16xA100", network: str = "100gbit/node") -> Links:
@@ -49,23 +48,10 @@ def test_gloo_reduces_everything_to_everyone_by_rings() -> None:
     assert gpus.reduce(1e3, group).seconds < 2 * gpus.gather(1e3, group).seconds
 
 
-def test_rings_of_many_ranks_wait_for_hops_and_trees_for_few() -> None:
-    large = links("10240xA100", "8x200gbit")
-    group = large.group(10240, 1)
-    assert large.gather(1e6, group).seconds > 0.02
-    assert large.reduce(1e6, group).seconds < 0.1 * large.gather(1e6, group).seconds
-
-
 def test_one_rank_sends_nothing() -> None:
     alone = links().group(1, 8)
     assert links().gather(1e9, alone) == links().exchange(1e9, alone) == NOTHING
     assert links().reduce(1e9, alone).seconds == 0.0
-
-
-def test_inside_a_node_the_network_is_not_used() -> None:
-    message = links("8xA100").reduce(1e9, links().group(8, 1))
-    assert message.link == "NVLink"
-    assert message.seconds == pytest.approx(2 * 7 / 8 * 1e9 / (300e9 * Constants().link), rel=0.02)
 
 
 def test_stages_that_share_a_node_leave_its_cards_to_the_last() -> None:

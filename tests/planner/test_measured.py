@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.cluster import read_cluster
-from deepspeed_compress.planner.constants import MEANINGS, Constants
+from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import (
     PREDICTED,
@@ -63,9 +63,8 @@ def measured() -> Measured:
     return fit_measured(JOB, probes(SLOW), steps(SLOW))
 
 
-def test_every_constant_has_a_meaning_and_is_fitted() -> None:
-    assert list(MEANINGS) == list(Constants.__dataclass_fields__)
-    assert set(PRIOR.errors) == set(MEANINGS)
+def test_every_constant_is_fitted() -> None:
+    assert set(PRIOR.errors) == set(Constants.__dataclass_fields__)
 
 
 def test_constants_far_from_those_of_a_gpu_are_found(measured: Measured) -> None:
@@ -75,15 +74,9 @@ def test_constants_far_from_those_of_a_gpu_are_found(measured: Measured) -> None
     assert 0.2 < measured.constants.contention < SLOW.contention
 
 
-def test_probes_alone_tell_everything_but_the_program_and_contention(measured: Measured) -> None:
-    known = replace(measured.probed, cpu=SLOW.cpu, contention=SLOW.contention)
-    assert astuple(known) == pytest.approx(astuple(SLOW), rel=0.1)
-    assert measured.probed.cpu == pytest.approx(1.0)
-
-
 def test_measured_steps_are_predicted(measured: Measured) -> None:
     for step in measured.steps:
-        assert measured.predicted(step, measured.constants) == pytest.approx(step.seconds, rel=STEP_NOISE)
+        assert measured.predicted(step) == pytest.approx(step.seconds, rel=STEP_NOISE)
 
 
 def test_a_file_keeps_the_constants(measured: Measured, tmp_path: Path) -> None:
@@ -101,13 +94,4 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match="--constants"):
-        read_constants(file, "CPU")
-
-
-def test_constants_must_be_positive(measured: Measured, tmp_path: Path) -> None:
-    found = measured.to_json()
-    found["constants"]["matmul"] = 0
-    file = tmp_path / "zero.json"
-    file.write_text(json.dumps(found))
-    with pytest.raises(ConfigError, match="positive number"):
         read_constants(file, "CPU")

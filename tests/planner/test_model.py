@@ -50,11 +50,6 @@ def test_parameters_are_those_that_are_published(config: dict[str, Any], paramet
     assert model(config, tmp_path).parameters == pytest.approx(parameters, rel=0.005)
 
 
-def test_experts_that_a_token_does_not_use_take_no_time(tmp_path: Path) -> None:
-    """Mixtral uses 12.9 of its 46.7 billion parameters."""
-    assert model(MIXTRAL, tmp_path).flops_per_token(1) == pytest.approx(6 * 12.7e9, rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -98,33 +93,17 @@ def test_keys_that_are_left_out_have_the_defaults_of_transformers(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("a100", "A100-80"),
         ("A100-SXM4-40GB", "A100-40"),
         ("NVIDIA GeForce RTX 4090", "4090"),
         ("RTX4090", "4090"),
-        ("rtx-4090", "4090"),
-        ("RTX 5090", "5090"),
         ("RTX5090-32GB", "5090"),
-        ("H100-80", "H100"),
         ("H100SXM5", "H100"),
         ("H100 PCIe 80", "H100-PCIe"),
-        ("A100-40", "A100-40"),
-        ("a100_80", "A100-80"),
-        ("A800-80", "A800"),
         ("V100-32", "V100"),
-        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-        ("A10G", "A10G"),
-        ("L4", "L4"),
-        ("GB10", "GB10"),
         ("DGX Spark", "GB10"),
-        ("MI300A", "MI300A"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("GH200", "GH200"),
-        ("GB200", "GB200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("Tesla V100-SXM2-32GB", "V100"),
     ],
 )
 def test_gpus_have_several_names(text: str, name: str) -> None:
@@ -137,13 +116,8 @@ def test_gpus_have_several_names(text: str, name: str) -> None:
         "A1000",
         "H100 NVL",
         "V100-16GB",
-        "V100-16",
-        "H100-94",
         "RTX 6000 Ada",
         "4090-80",
-        "A100-PCIE-40GB",
-        "A100-0GB",
-        "L40",
         "TPU",
     ],
 )
@@ -156,28 +130,18 @@ def test_another_gpu_is_not_taken_for_one_of_the_table(text: str) -> None:
     ("gpus", "network", "named"),
     [
         ("H100", "1gbit", "--gpus"),
-        ("0xH100", "1gbit", "--gpus"),
         ("8xTPU", "1gbit", "TPU"),
         ("12xH100", "1gbit", "12 GPUs"),
         ("8xH100", "fast", "--network"),
-        ("8xH100", "0gbit", "--network"),
-        ("8xH100", "1.2.3gbit", "--network"),
-        ("8xH100", "0x100gbit", "--network"),
         ("8xH100", "100GBps", "--network"),
         ("8xH100", "8x200gbit/gpu", "--network"),
         ("8xH100", f"{'9' * 400}gbit", "--network"),
         (f"{'9' * 5000}xH100", "1gbit", "--gpus"),
-        ("99999999xH100", "1gbit", "--gpus"),
     ],
 )
 def test_wrong_clusters_are_named(gpus: str, network: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_cluster(gpus, network)
-
-
-def test_a_cluster_describes_itself() -> None:
-    assert str(read_cluster("4x4090", "1gbit", 1)) == "4 4090 in 4 nodes of 1, 1 Gbit/s per node"
-    assert str(read_cluster("4xH100", "1gbit")) == "4 H100 in 1 node of 4"
 
 
 @pytest.mark.parametrize("name", TYPICAL)

@@ -5,21 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_compress.planner.layouts import Layouts
-from deepspeed_compress.planner.search import Plan, search, turns
+from deepspeed_compress.planner.layout import Layouts
+from deepspeed_compress.planner.search import Plan, search
 from deepspeed_compress.planner.software import SOFTWARE
-from tests.planner.jobs import LLAMA_1B, LLAMA_7B, LLAMA_70B, job, layout
+from tests.planner.jobs import LLAMA_1B, LLAMA_7B, LLAMA_70B, job
 
 
 def best(plan: Plan) -> str:
     return str(plan.candidates[0].layout)
-
-
-def test_one_node_needs_neither_islands_nor_many_bits_saved() -> None:
-    plan = search(job("8xA100", "100gbit", batch=256))
-    plain = min(one.days for one in plan.candidates if not one.layout.compressed)
-    assert plan.candidates[0].layout.islands == 1
-    assert plan.candidates[0].days > 0.97 * plain
 
 
 def test_a_slow_network_needs_compression_or_islands() -> None:
@@ -27,6 +20,9 @@ def test_a_slow_network_needs_compression_or_islands() -> None:
     plain = min(one.days for one in plan.candidates if not one.layout.compressed)
     assert plan.candidates[0].layout.compressed
     assert plan.candidates[0].days < 0.7 * plain
+    # Islands train in another way, so they are never the answer to a question that did not ask for them.
+    assert {one.layout.islands for one in plan.candidates} == {1}
+    assert plan.islands[0].days < plan.candidates[0].days
 
 
 def test_one_gpu_per_host_at_1_gbit_is_limited_by_the_network() -> None:
@@ -53,23 +49,11 @@ def test_the_fastest_come_first_and_each_kind_once() -> None:
     assert not plan.is_tied(plan.candidates[-1])
 
 
-def test_islands_are_kept_apart() -> None:
-    """They train in another way, so they are never the answer to a question that did not ask for them."""
-    plan = search(job("16xA100", "10gbit", batch=256))
-    assert plan.islands
-    assert {one.layout.islands for one in (*plan.candidates, *plan.others)} == {1}
-    assert plan.islands[0].days < plan.candidates[0].days
-    assert plan.recommended.layout.islands == 1
-    assert not [one for one in plan.islands if one.layout.islands == 1]
-
-
 def test_only_megatron_interleaves() -> None:
-    plan = search(job("64xH100", "100gbit", LLAMA_70B))
+    plan, own = (search(job("64xH100", "100gbit", LLAMA_70B, software=SOFTWARE[name])) for name in ("hf", "megatron"))
     assert all(one.layout.virtual == 1 and not one.layout.sequence_parallel for one in plan.candidates)
-    assert {one.layout.engine for one in plan.others} == {"megatron"}
-    own = search(job("64xH100", "100gbit", LLAMA_70B, software=SOFTWARE["megatron"]))
     assert {one.layout.engine for one in own.candidates} == {"megatron"}
-    assert own.others == ()
+    assert any(one.layout.virtual > 1 for one in own.fitting)
 
 
 def test_all_layouts_use_all_gpus_and_the_batch() -> None:
@@ -77,7 +61,7 @@ def test_all_layouts_use_all_gpus_and_the_batch() -> None:
     found = list(layouts.plain())
     found += [variant for plain in found[:200] for variant in layouts.compressed(plain)]
     assert {(one.ranks, one.batch) for one in found} == {(64, 1024)}
-    assert not [one for one in found if one.engine == "deepspeed" and one.zero >= 2 and one.pipeline > 1]
+    assert not [one for one in found if one.zero >= 2 and one.pipeline > 1]
     assert not [one for one in found if one.islands > 1 and one.island_size * one.tensor % 8]
 
 
@@ -95,9 +79,9 @@ def test_layouts_that_a_program_cannot_start_are_not_proposed() -> None:
     trainer = search(job("16xA100", "100gbit", software=SOFTWARE["hf"]))
     assert {one.layout.pipeline for one in trainer.fitting} == {1}
     odd = replace(LLAMA_7B, layers=30)
-    found = list(Layouts(job("24xA100", "100gbit").cluster, odd, 768).plain())
-    assert {one.pipeline for one in found if one.engine == "megatron"} == {1, 3, 6}
-    assert {one.pipeline for one in found if one.engine == "deepspeed"} == {1, 3, 6, 12, 24}
+    cluster = job("24xA100", "100gbit").cluster
+    assert {one.pipeline for one in Layouts(cluster, odd, 768, "megatron").plain()} == {1, 3, 6}
+    assert {one.pipeline for one in Layouts(cluster, odd, 768).plain()} == {1, 3, 6, 12, 24}
 
 
 def test_ten_thousand_gpus_take_seconds() -> None:
@@ -105,13 +89,3 @@ def test_ten_thousand_gpus_take_seconds() -> None:
     plan = search(job("10240xH100", "8x400gbit", LLAMA_70B, batch=10240))
     assert plan.candidates
     assert time.process_time() - start < 10
-
-
-def test_a_change_that_lets_the_second_win_does_so() -> None:
-    task = job("64xH100", "1200gbit")
-    compressed, plain = layout(shard_within=8, gradient_bits=4), layout(shard_within=8)
-    factor = next(turn.factor for turn in turns(task, compressed, plain) if turn.what == "the network")
-    assert factor > 1
-    faster = job("64xH100", f"{1200 * factor * 1.01:.3f}gbit")
-    days = [faster.candidate(faster.predictor(one).predict(one)).days for one in (compressed, plain)]
-    assert days[1] < days[0]

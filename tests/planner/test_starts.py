@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.files import ds_config
-from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.layouts import Layouts
+from deepspeed_compress.planner.layout import Layout, Layouts
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.tools.bench.gauges import join
 from deepspeed_compress.tools.bench.systems import make, tokens
@@ -38,7 +37,7 @@ def division(layout: Layout) -> tuple[int, int]:
 def kinds() -> list[Layout]:
     """Return one layout of every kind of configuration."""
     layouts = Layouts(CLUSTER, SHAPE, BATCH)
-    plain = [one for one in layouts.plain() if one.engine == "deepspeed"]
+    plain = list(layouts.plain())
     found: dict[tuple[object, ...], Layout] = {}
     variants = [variant for one in plain for variant in layouts.compressed(one)]
     for one in (*plain, *variants):

@@ -1,7 +1,6 @@
 """One model in every engine: uncompressed losses differ by rounding, and those with 4 bits by little."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from deepspeed_compress.tools.bench import gauges
 from launch.studies import engines
-from launch.studies.loss_curve import Curve, train
+from launch.studies.loss_curve import train
 from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
 
@@ -40,19 +39,3 @@ def test_engines_agree(tmp_path: Path, compressed: bool) -> None:
         assert their_held_out == pytest.approx(held_out, rel=5e-3 if compressed else 2e-6)
         assert (counted is not None) == compressed
         assert counted is None or counted[1] > 7 * counted[0]
-
-
-def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = [kind for pair in engines.ENGINES.values() for kind in pair]
-    curves = {kind: Curve(0, (5.0, 4.0), ((2, 4.5),), 0.25, (10, 80)) for kind in kinds}
-    curves["fsdp2-int4"] = Curve(0, (5.0, 4.0), ((2, 4.6),), 0.25)
-    curves["fsdp2"] = Curve(0, (5.0, 4.1), ((2, 4.5),), 0.25)
-    engines.report(
-        {kind: engines.Result.of(curve) for kind, curve in curves.items()},
-        options_of(tmp_path, tmp_path / "model.json"),
-    )
-    printed = capsys.readouterr().out
-    assert "+2.22%" in printed
-    assert "training losses differ by at most 1.11% (goal: 0.5%; missed)" in printed
-    assert "held-out losses by 2.22%; uncompressed, in the first steps, by 2.5e-02" in printed
-    assert json.loads((tmp_path / "engines.json").read_text())["runs"]["ddp-int4"]["ratio"] == 8.0

@@ -1,17 +1,15 @@
 """The study of fine-tuning frameworks: settings, comparisons and cells, without the frameworks."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.integrations.launch import check_configurations, find_configurations
 from launch.studies.framework_jobs import FRAMEWORKS, SECTIONS, STEPS, Job, Paths, ds_config
-from launch.studies.frameworks import Environment, Outcome, cells, equal, last_error, read_history
+from launch.studies.frameworks import Outcome, cells, equal
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -30,23 +28,6 @@ def test_the_settings_name_the_configuration_that_is_checked(framework: str, tun
     assert list(find_configurations(command.words)) == [tmp_path / "ds_config.json"]
     check_configurations(command.words, allow_uncompressed=False)
     assert str(tmp_path / "output") in (tmp_path / "train.yaml").read_text()
-
-
-def test_a_resumed_run_names_its_checkpoint(tmp_path: Path) -> None:
-    FRAMEWORKS["TRL"].train(Job("TRL", "lora", 2, "resumed"), Paths(tmp_path / "toy", tmp_path))
-    settings = yaml.safe_load((tmp_path / "train.yaml").read_text())
-    assert settings["resume_from_checkpoint"] == str(tmp_path / "output/checkpoint-2")
-
-
-def test_an_environment_has_the_name_of_its_package(tmp_path: Path) -> None:
-    names = [Environment.of(framework, tmp_path).directory.name for framework in FRAMEWORKS]
-    assert names == ["llamafactory", "ms_swift", "trl", "axolotl"]
-
-
-def test_the_last_error_is_the_cause() -> None:
-    log = "start\nValueError: no\n  torch.distributed...ChildFailedError: x\nsubprocess.CalledProcessError: y\n"
-    assert last_error(log) == "ValueError: no"
-    assert last_error("fine\n") == "no error in the log"
 
 
 def save(directory: Path, value: float) -> Path:
@@ -80,8 +61,3 @@ def test_cells(tmp_path: Path) -> None:
     assert row == ["TRL 1.16.0, lora, ZeRO 2", "yes", "7.5", "equal", "+1.0e-03", "other losses", "yes", "1e-06"]
     outcomes[jobs["4 bits"]] = Outcome(problem="AssertionError: no GPU")
     assert list(cells(case, outcomes, tmp_path))[2:5] == ["AssertionError: no GPU", "equal", "not run"]
-
-
-def test_logs_of_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 1.0}]}))
-    assert read_history(tmp_path) == [{"loss": 1.0}]

@@ -20,7 +20,3 @@ def test_activations_are_those_of_the_layout(layout: layout_traffic.Layout) -> N
     assert ours[0].inside == pytest.approx(6 * 32 / layout.pipeline * tensor)
     assert plain[1].outside == pytest.approx(tensor * min(2, layout.pipeline - 1) / 2)
     assert ours[1].outside == pytest.approx(plain[1].outside * 8.25 / 16)
-
-
-def test_the_page_shows_the_table() -> None:
-    assert "\n".join(layout_traffic.table()) in PAGE.read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.buckets import even_partition
-from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.section import find_problems
@@ -21,7 +18,7 @@ from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.training.data import open_cache, split_windows, step_starts
 from launch.studies import methods_lab, methods_table
 from launch.studies.harness import markdown
-from launch.studies.methods_lab import Rank, Spec, StepRecord, summarise, train
+from launch.studies.methods_lab import Rank, Spec, StepRecord, train
 from launch.studies.methods_settings import ADAM, SETTINGS
 from launch.studies.methods_table import HEAD, cells, table_rows
 from tests.studies.toy import MODEL, ToyFiles
@@ -117,43 +114,6 @@ def _plain_training(lab: Lab) -> tuple[Tensor, Tensor]:
         optimizer.step()
     gradients = [parameter.grad.reshape(-1) for parameter in parameters]
     return torch.cat([master.reshape(-1) for master in masters]), torch.cat(gradients)
-
-
-@SAMPLED
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "none"])
-def test_all_ranks_train_the_same_weights(lab: Lab, name: str) -> None:
-    trained, uncompressed = lab.train(name), lab.train("none")[0][0]
-    held = trained[0][0].held
-    assert all(torch.equal(rank.held, held) for rank, _ in trained)
-    assert held.isfinite().all()
-    assert not torch.equal(held, uncompressed.held)
-    losses = [record.loss for _, records in trained for record in records]
-    assert len(losses) == RANKS * STEPS
-    assert losses[0] == pytest.approx(5.7, abs=0.3)
-
-
-def test_compression_begins_after_the_dense_start(lab: Lab) -> None:
-    spec = lab.spec("int4+int4")
-    warm = replace(spec, section={**spec.section, "schedule": {"warmup_steps": 1}})
-    (rank, (first, second, _)), *_ = train(warm, lab.windows, [lab.build() for _ in range(RANKS)])
-    own = rank.master.numel()
-    assert first.gradient_bytes == 4 * (rank.held.numel() - own)
-    assert first.weight_bytes == 2 * own * (RANKS - 1)
-    assert second.gradient_bytes < first.gradient_bytes / 7
-    assert second.weight_bytes < first.weight_bytes / 3.5
-
-
-def test_bits_are_those_of_the_payloads(lab: Lab) -> None:
-    trained, numel = lab.train("int4+int4"), lab.build().num_parameters()
-    owned = [master.numel() for master in (rank.master for rank, _ in trained)]
-    assert owned == [sum(s.numel for s in even_partition([("all", numel)], RANKS).owned_by(r)) for r in range(RANKS)]
-    payloads = [Blockwise(4, 256).payload_bytes(count) for count in owned]
-    for index, (_, records) in enumerate(trained):
-        assert {record.gradient_bytes for record in records} == {sum(payloads) - payloads[index]}
-        assert {record.weight_bytes for record in records} == {payloads[index] * (RANKS - 1)}
-    figures = summarise([records for _, records in trained], numel, 0)
-    assert figures["bits_gradients"] == pytest.approx(8 * sum(payloads) / numel)
-    assert figures["bits_weights"] == pytest.approx(8 * sum(payloads) / numel)
 
 
 def result(loss: float, gradients: float = 4.0) -> dict[str, float]:

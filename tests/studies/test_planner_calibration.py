@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepspeed_compress.planner.constants import CALIBRATED, Constants
+from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.predict import PROGRAMS
+from deepspeed_compress.planner.search import FITTED_GPUS, FITTED_NETWORK, FITTED_PARAMETERS
 from launch.studies.planner_calibration import (
     Judged,
     fit,
     leave_one_out,
     left_out_error,
-    main,
     predict_run,
     program_error,
 )
@@ -40,12 +40,12 @@ def test_the_constants_in_use_are_those_of_the_fit() -> None:
 
 
 def test_all_runs_lie_in_the_range_that_is_stated() -> None:
-    assert {run.software.name for run in RUNS} == {CALIBRATED.software}
-    assert max(run.cluster.gpus for run in RUNS) == CALIBRATED.gpus
-    assert {run.cluster.network for run in RUNS if run.cluster.nodes > 1} == {CALIBRATED.network}
+    assert {run.software.name for run in RUNS} == {"megatron"}
+    assert max(run.cluster.gpus for run in RUNS) == FITTED_GPUS
+    assert {run.cluster.network for run in RUNS if run.cluster.nodes > 1} == {FITTED_NETWORK}
     sizes = [run.model.parameters for run in RUNS]
-    assert CALIBRATED.parameters[0] <= min(sizes)
-    assert max(sizes) <= CALIBRATED.parameters[1]
+    assert FITTED_PARAMETERS[0] <= min(sizes)
+    assert max(sizes) <= FITTED_PARAMETERS[1]
 
 
 def test_most_intervals_hold() -> None:
@@ -70,16 +70,3 @@ def test_intervals_hold_for_sources_that_were_left_out(judged: list[Judged]) -> 
 def test_errors_of_programs_in_use_are_those_of_the_fit(judged: list[Judged]) -> None:
     for name in set(PROGRAMS) - {"megatron"}:
         assert PROGRAMS[name] == pytest.approx(program_error([one for one in judged if one.program == name]), abs=0.01)
-
-
-def test_a_source_alone_has_the_error_of_all_programs(judged: list[Judged]) -> None:
-    one, *_ = judged
-    everyone = [other for other in judged if other.source != one.source]
-    assert left_out_error(one, [one], judged) == program_error(everyone)
-
-
-def test_files_are_compared_row_by_row_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(CALIBRATION), "--rows"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 18 + 2
-    assert lines[-2].startswith("step: 18 rows, median ")

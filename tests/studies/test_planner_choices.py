@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.planner.constants import Constants
+from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Step
 from launch.studies import planner_choices

@@ -7,13 +7,6 @@ import pytest
 from launch.studies.planner_gains import gain, main
 
 
-def test_what_does_not_fit_and_what_gains_nothing_is_said() -> None:
-    assert gain("70B, all parameters", "A100-80", 2, 10).kind == "does not fit"
-    assert gain("70B, all parameters", "A100-80", 2, 10).text == "-"
-    rich = gain("7B, LoRA in ZeRO 3", "A100-80", 2, 3200)
-    assert (rich.kind, rich.text) == ("nothing", "1")
-
-
 def test_slow_networks_gain_more() -> None:
     slow, fast = (gain("7B, all parameters", "A100-80", 2, rate) for rate in (1, 25))
     assert slow.times > fast.times > 1.1

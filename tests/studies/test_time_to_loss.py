@@ -14,7 +14,7 @@ from deepspeed_compress.tools.bench.options import PEERS as TIMED
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from launch.studies import time_to_loss
 from launch.studies.loss_curve import Curve, Goal, Job, train
-from launch.studies.time_table import StepTimes, Timed, Trained, outcomes, table
+from launch.studies.time_table import StepTimes, Trained, outcomes, table
 from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
 
@@ -72,7 +72,7 @@ def test_uncompressed_engines_make_the_same_updates(files: StudyFiles) -> None:
 def test_methods_with_a_delayed_start_begin_like_ddp(files: StudyFiles) -> None:
     section = {"gradients": {"bits": 4}, "schedule": {"warmup_steps": START}, "monitor": {"every": 1000}}
     ours = files.job("ours", NATIVE | {"zero_optimization": {"stage": 0}, SECTION: section})
-    ddp, *delayed = curves(files, [*map(files.job, ("ddp", "ddp-powersgd1", "ddp-post-local4")), ours])
+    ddp, *delayed = curves(files, [*map(files.job, ("ddp", "ddp-powersgd1")), ours])
     assert ddp.dense_steps == 0
     for curve in delayed:
         assert curve.dense_steps == START
@@ -104,17 +104,6 @@ def falling(*losses: float, dense_steps: int = 0) -> Curve:
     """Return a curve with an evaluation every 10 steps, whose loss is also the training loss of the 10 steps before."""
     held_out = tuple((10 * number, loss) for number, loss in enumerate(losses, 1))
     return Curve(dense_steps, tuple(loss for _, loss in held_out for _ in range(10)), held_out)
-
-
-def test_dense_steps_are_timed_as_the_uncompressed_peer() -> None:
-    times = StepTimes([{"rows": [row("ddp", 2.0), row("ddp-powersgd4", 0.5), row("ours", 0.25, stage=1)]}])
-    powersgd = times.of("ddp-powersgd4", 2, "1gbit", 30)
-    assert powersgd == Timed(0.5, 2.0, 30, 4e6)
-    assert (powersgd.at(20), powersgd.at(50)) == (40.0, 70.0)
-    assert times.of("ours", 2, "1gbit", 0) == Timed(0.25, 0.25, 0, 4e6)
-    # The uncompressed step time of DeepSpeed at this stage is unknown.
-    assert times.of("ours", 2, "1gbit", 30) is None
-    assert times.of("ddp", 4, "1gbit", 0) is None
 
 
 def test_seconds_are_steps_times_step_time() -> None:

@@ -6,9 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, brief
-from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.case import Case, Run
 from deepspeed_compress.tools.doctor.command import Diagnosis, diagnose
-from deepspeed_compress.tools.doctor.run import Run
 
 STEPS = 40
 Change = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]

@@ -5,8 +5,7 @@ import pytest
 
 from deepspeed_compress.errors import CompressWarning, ConfigError, DataError
 from deepspeed_compress.safe_files import write_json
-from deepspeed_compress.tools.run_directory import read_summary
-from deepspeed_compress.tools.run_files import read_lines
+from deepspeed_compress.tools.run_directory import read_lines, read_summary
 from deepspeed_compress.training.output import (
     Metrics,
     check_new,

@@ -2,13 +2,11 @@
 
 options             the command line
 links, hosts        emulated hosts
-step, step_rank     training steps: the command, and the program of its ranks
-step_results        tables and bars of training steps
+jobs                ranks that run jobs, and the rows of these
+step, comm, kernels the commands
+rank, step_rank     the program of ranks: messages and probes, and training steps
+gauges              what ranks measure with
 workload, systems   the systems that are compared
 peers, megatron     training without DeepSpeed
 mirror              a process group whose other ranks mirror this one
-comm, comm_rank     messages: the command, and the program of its ranks
-kernels             compression kernels
-probe_rank          probes of `plan cluster --measure`
-jobs, gauges        shared: ranks that run jobs and their rows, and what ranks measure with
 """

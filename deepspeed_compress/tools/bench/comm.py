@@ -6,36 +6,28 @@ Messages are measured on emulated hosts or in the processes of a launcher.
 import argparse
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 
 from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.tools.bench.jobs import Row, find_ranks, new_document, save_document
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
-from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, new_figure, save_figure, style_axes
 from deepspeed_compress.tools.tables import new_console, new_table
 
-RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
 CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction of the link's rate"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write and draw. Return exit code 1 if the run failed, else 0."""
-    activations = options.kind != "collectives"
-    if options.plot and activations:
-        raise ConfigError("--plot: draws collectives only; leave it out, or write --kind collectives")
-    if options.plot:
-        check_plotting("--plot")
-    if not activations and len(set(options.sizes)) < 2:
+    """Measure, print and write. Return exit code 1 if the run failed, else 0."""
+    if options.kind == "collectives" and len(set(options.sizes)) < 2:
         raise ConfigError(
             f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; write another one"
         )
     with find_ranks(options.emulate, options.timeout, "bench comm") as ranks:
-        job = {"kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
-        rows, failure = ranks.run(RANK_PROGRAM, job)
+        measure = "collectives" if options.kind == "collectives" else "activations"
+        job = {"measure": measure, "kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
+        rows, failure = ranks.run([job])
     if rows and ranks.is_first:
         _show(rows, options)
     return int(failure is not None)
@@ -52,8 +44,6 @@ def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
             print(*verdicts(row), sep="\n")
     if options.json:
         save_document(new_document(rows), options.json)
-    if options.plot:
-        plot_comm(rows, heading, options.plot)
 
 
 def table_of(heading: str, rows: Sequence[Row]) -> Table:
@@ -86,25 +76,6 @@ def _short(size: int) -> str:
         if size % factor == 0:
             return f"{size // factor}{unit}"
     return str(size)
-
-
-def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
-    """Plot time against size with the fitted lines: one chart per rate, one color per collective."""
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure = new_figure(WIDTH, 4.5 * len(rates))
-    for place, rate in enumerate(rates, 1):
-        axes = figure.add_subplot(len(rates), 1, place)
-        for index, row in enumerate(row for row in rows if row["rate"] == rate):
-            colour = COLOURS[index % len(COLOURS)]
-            axes.plot(row["sizes"], row["seconds"], "o", color=colour, label=row["collective"], markersize=4)
-            line = AlphaBeta(**row["fit"])
-            axes.plot(row["sizes"], [line.seconds(size) for size in row["sizes"]], color=colour, linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("bytes of a rank's buffer", fontsize=9)
-        axes.set_ylabel("seconds", fontsize=9)
-        style_axes(axes, f"{heading}{f' at {rate}' if rate else ''}")
-    save_figure(figure, file)
 
 
 CROSSOVER_CAPTION = "milliseconds of a message on the slowest rank, with encoding and decoding"

@@ -224,8 +224,7 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> 
 def end_groups(processes: Sequence[subprocess.Popen[Any]], patience: float = 5) -> None:
     """End processes, each of which leads its own session, and kill what is left of their groups.
 
-    Processes have `patience` seconds to end, and as many again once they are killed. Those that the kernel does not end
-    even then, since they wait for a device or a file system, are printed and left over.
+    Processes have `patience` seconds to end, and as many again once they are killed.
     """
     for process in processes:
         if process.poll() is None:
@@ -234,9 +233,6 @@ def end_groups(processes: Sequence[subprocess.Popen[Any]], patience: float = 5) 
     for process in processes:
         _signal(process, signal.SIGKILL)
     _wait_to_end(processes, patience)
-    left = [process.pid for process in processes if process.poll() is None]
-    if left:
-        print(f"error: killed processes still run after {patience:g} s: {left}; end them by hand", file=sys.stderr)
 
 
 def _wait_to_end(processes: Sequence[subprocess.Popen[Any]], patience: float) -> None:

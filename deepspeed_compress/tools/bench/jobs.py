@@ -1,7 +1,6 @@
 """Jobs of benchmarks: programs that ranks run on emulated hosts, or in the processes of a launcher, and their rows.
 
-A program is a module with a function `measure(job, emit, log)`, which every rank calls. It emits rows and logs its
-progress, which have an effect on rank 0 only.
+Every rank runs `rank.measure`, which emits rows and logs its progress. Both have an effect on rank 0 only.
 """
 
 import json
@@ -11,8 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -22,7 +19,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import check_machine
-from deepspeed_compress.tools.bench.options import Emulation, MirrorOptions
+from deepspeed_compress.tools.bench.options import Emulation
 
 Row = dict[str, Any]
 
@@ -73,6 +70,7 @@ def save_document(document: Row, path: Path) -> None:
     write_json(path, document)
 
 
+RANK_PROGRAM = "deepspeed_compress.tools.bench.rank"
 PROGRESS = "progress: "
 """Prefix of the lines meant for the user. All other output is DeepSpeed's."""
 
@@ -107,8 +105,8 @@ class EmulatedRanks:
         """Return the result of `action`, since this process is not a rank."""
         return action()
 
-    def run(self, program: str, job: Row) -> tuple[list[Row], str | None]:
-        """Run the module `program` with `job` on every rank.
+    def run(self, jobs: Sequence[Row]) -> tuple[list[Row], str | None]:
+        """Run `jobs` on every rank.
 
         Returns:
             The rows written so far, and what failed, or None.
@@ -116,8 +114,8 @@ class EmulatedRanks:
         cluster = Cluster(self.emulation.hosts, per_host=self.per_host)
         with signals_as_exceptions(), tempfile.TemporaryDirectory() as directory, cluster:
             description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
-            description.write_text(json.dumps(job), encoding="utf-8")
-            command = [sys.executable, "-m", program, str(description), str(result)]
+            description.write_text(json.dumps(jobs), encoding="utf-8")
+            command = [sys.executable, "-m", RANK_PROGRAM, str(description), str(result)]
             run = cluster.run(command, timeout=self.timeout, on_line=_forward_progress)
             rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
         if run.failure is not None:
@@ -140,26 +138,25 @@ class LaunchedRanks:
 
     starts_processes = False
 
-    def __init__(self, images: int | None = None, behind: MirrorOptions | None = None) -> None:
-        from deepspeed_compress.tools.bench import gauges
-        from deepspeed_compress.tools.bench.mirror_network import Network
+    rates: Sequence[str | None] = (None,)
+    per_host = 1
 
-        network = None if behind is None else Network(behind.per_node, behind.inside)
-        self.rates: Sequence[str | None] = (None,) if behind is None else behind.rates
-        self.per_host = 1 if behind is None else behind.per_node
-        ranks = gauges.join() if images is None else gauges.join_images(images, network)
+    def __init__(self, images: int | None = None) -> None:
+        from deepspeed_compress.tools.bench import gauges
+
+        ranks = gauges.join() if images is None else gauges.join_images(images)
         self.count, self.is_first, self._ranks = ranks.world_size, ranks.is_first, ranks
 
     def first_only(self, action: Callable[[], T]) -> T:
         """Call `action` on rank 0 only, and return its result on every rank."""
         return self._ranks.first_only(action)
 
-    def run(self, program: str, job: Row) -> tuple[list[Row], str | None]:
-        """Run the module `program` with `job` on every rank. Return its rows on every rank, and None."""
-        from deepspeed_compress.tools.bench import gauges
+    def run(self, jobs: Sequence[Row]) -> tuple[list[Row], str | None]:
+        """Run `jobs` on every rank. Return their rows on every rank, and None."""
+        from deepspeed_compress.tools.bench import gauges, rank
 
         rows: list[Row] = []
-        import_module(program).measure(job, rows.append, _print_indented if self.is_first else _ignore)
+        rank.measure(jobs, rows.append, _print_indented if self.is_first else ignore)
         return gauges.gather(rows)[0], None
 
     def __enter__(self) -> Self:
@@ -198,25 +195,7 @@ def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> Job
     return LaunchedRanks()
 
 
-def rank_main(measure: Callable[[Any, Emit, Log], None]) -> None:
-    """Join the other hosts and run `measure(job, emit, log)`. Rank 0 appends its rows to the result file."""
-    import torch.distributed as dist
-
-    from deepspeed_compress.tools.bench.gauges import join
-
-    job, result = (Path(argument) for argument in sys.argv[1:])
-    emit, log = (partial(_append, result), _print_progress) if join().is_first else (_ignore, _ignore)
-    measure(json.loads(job.read_text(encoding="utf-8")), emit, log)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _append(file: Path, row: Row) -> None:
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
-
-
-def _ignore(_: object) -> None:
+def ignore(_: object) -> None:
     """Do nothing, on ranks other than the first."""
 
 
@@ -224,7 +203,7 @@ def _print_indented(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
-def _print_progress(text: str) -> None:
+def print_progress(text: str) -> None:
     print(PROGRESS + text, flush=True)
 
 

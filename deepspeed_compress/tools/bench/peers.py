@@ -1,10 +1,10 @@
-"""Peers to compare with: PyTorch's DDP, its communication hooks, FSDP2 and local SGD, and Megatron.
+"""Peers to compare with: PyTorch's DDP, its communication hooks, FSDP2, and Megatron.
 
 All share one plain PyTorch training loop and the settings of its optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -82,7 +79,6 @@ class TorchStepper:
         if self.clipping:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clipping)
         self.optimizer.step()
-        self.stepped()
         self.optimizer.zero_grad()
         if self.schedule is not None:
             self.schedule.step()
@@ -91,18 +87,11 @@ class TorchStepper:
     def evaluate(self, batch: Tensor) -> Tensor:
         """Return the mean loss on `batch` without computing gradients."""
         self.model.eval()
-        with torch.no_grad(), self.evaluating():
+        with torch.no_grad():
             return torch.stack([self._loss(tokens) for tokens in batch]).mean()
 
     def synchronised(self, last: bool) -> AbstractContextManager[object]:
         """Return the context of a micro-batch. `last` is True for the last one of a step."""
-        return nullcontext()
-
-    def stepped(self) -> None:
-        """Do what follows each optimizer step."""
-
-    def evaluating(self) -> AbstractContextManager[object]:
-        """Return a context in which all ranks have the weights that the method trains."""
         return nullcontext()
 
     def close(self) -> None:
@@ -177,29 +166,6 @@ class PowerSgdStepper(DdpStepper):
         self.model.register_comm_hook(state, powerSGD_hook)
 
 
-class PostLocalStepper(DdpStepper):
-    """Post-local SGD: `start` steps of DDP, then local steps and an average of all weights every `every` steps."""
-
-    def __init__(self, workload: Workload, optimizer: Optimizer, start: int, every: int) -> None:
-        super().__init__(workload, optimizer, start)
-        state: Any = PostLocalSGDState(None, None, start, False)  # type: ignore[no-untyped-call]
-        self.model.register_comm_hook(state, post_localSGD_hook)
-        self._averager = PeriodicModelAverager(every, warmup_steps=start)
-
-    def stepped(self) -> None:
-        self._averager.average_parameters(self.model.parameters())
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        own = [parameter.detach().clone() for parameter in self.parameters]
-        average_parameters(iter(self.parameters), dist.distributed_c10d._get_default_group())
-        try:
-            yield
-        finally:
-            for parameter, kept in zip(self.parameters, own, strict=True):
-                parameter.data.copy_(kept)
-
-
 class Fsdp2Stepper(TorchStepper):
     """Training loop with FSDP2, with one unit per block that transformers must not split and one for the rest.
 
@@ -246,12 +212,10 @@ class Peer:
         make: Function of the workload, the optimizer and `start` that returns the stepper of this rank: a `Stepper`
             with the package's `session` or None, and `close`. The first `start` steps are those of plain DDP.
         least_start: Minimum of `start`, or None for a method that takes effect at once and ignores `start`.
-        period: Number of optimizer steps after which the traffic pattern repeats.
     """
 
     make: Callable[[Workload, Optimizer, int], Any]
     least_start: int | None = None
-    period: int = 1
 
 
 _INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}}
@@ -261,7 +225,6 @@ PEERS: Mapping[str, Peer] = {
     "ddp-int4": Peer(partial(DdpStepper, section=_INT4)),
     "ddp-bf16": Peer(Bf16Stepper),
     **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 2, 4, 8)},
-    **{f"ddp-post-local{steps}": Peer(partial(PostLocalStepper, every=steps), 0, steps) for steps in (4, 8)},
     "fsdp2": Peer(Fsdp2Stepper),
     "fsdp2-hsdp": Peer(partial(Fsdp2Stepper, by_host=True)),
     "fsdp2-int4": Peer(partial(Fsdp2Stepper, section=_INT4)),

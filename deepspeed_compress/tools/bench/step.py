@@ -4,18 +4,21 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from deepspeed_compress.config import SECTION, with_preset
+from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, read_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
-from deepspeed_compress.tools.bench.options import MirrorOptions
-from deepspeed_compress.tools.bench.step_results import plot_steps, print_steps
 from deepspeed_compress.tools.bench.workload import (
+    COMPUTE_ONLY,
     DEEPSPEED,
     OURS,
     Contender,
@@ -24,25 +27,22 @@ from deepspeed_compress.tools.bench.workload import (
     stage_of,
     without_section,
 )
-from deepspeed_compress.tools.plots import check_plotting
+from deepspeed_compress.tools.tables import new_console, new_table
 
 HEADER_BYTES = 14 + 20 + 32
 """Header bytes per packet: Ethernet, IPv4, and TCP with timestamps."""
 FAST, MANY_STEPS, FEW_STEPS = 500e6, 7, 3
 """Default numbers of measured steps: many from this rate (bits per second) on, few below it."""
-RANK_PROGRAM = "deepspeed_compress.tools.bench.step_rank"
 
 Steps = dict[str | None, int]
 """Number of measured steps by rate. The rate is None if links are not limited."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, save, print and draw. Return exit code 1 if a run failed, else 0.
+    """Measure, save and print. Return exit code 1 if a run failed, else 0.
 
     Under a launcher, only rank 0 reads and writes the file.
     """
-    if options.plot:
-        check_plotting("--plot")
     with _find_ranks(options) as ranks:
         document, failures = _measure(options, ranks)
     if ranks.is_first:
@@ -56,7 +56,7 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
     if not options.emulate:
         _check_same_layout(groups)
     document = ranks.first_only(partial(read_document, options.output))
-    begin, failures, mirror = time.monotonic(), 0, _mirror(options)
+    begin, failures, mirror = time.monotonic(), 0, bool(options.mirror)
     for number, group in enumerate(groups, 1):
         missing = missing_rates(document["rows"], group, ranks.count, steps, mirror, ranks.per_host)
         if ranks.is_first:
@@ -64,7 +64,7 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
             label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, ranks.count)}"
             print(f"{label}: {shown}", flush=True)
         if missing:
-            rows, failure = ranks.run(RANK_PROGRAM, group.to_job(missing, options.traces))
+            rows, failure = ranks.run([group.to_job(missing, options.traces)])
             failures += failure is not None
             merge(document, [row | {"mirror": mirror} for row in rows] if mirror else rows)
             if ranks.is_first:
@@ -74,34 +74,9 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
 
 def _find_ranks(options: argparse.Namespace) -> JobRanks:
     if not options.mirror:
-        if options.rate or options.rate_inside or options.ranks_per_node > 1:
-            raise ConfigError("--rate: computes the network of --mirror N; write it, too, or --emulate HOSTS,RATE")
         return find_ranks(options.emulate, options.timeout, "bench step")
     _check_mirrored(_groups(options, options.mirror))
-    return LaunchedRanks(options.mirror, _network(options))
-
-
-def _network(options: argparse.Namespace) -> MirrorOptions | None:
-    """Return the computed network of a mirror; None without one.
-
-    Raises:
-        ConfigError: Its ranks do not fill whole nodes, or it has no rate.
-    """
-    if not options.rate:
-        if options.rate_inside or options.ranks_per_node > 1:
-            raise ConfigError("--rate: is missing; --ranks-per-node and --rate-inside describe its network, too")
-        return None
-    if options.mirror % options.ranks_per_node:
-        raise ConfigError(
-            f"--ranks-per-node: {options.mirror} ranks do not fill nodes of {options.ranks_per_node}; write a divisor"
-        )
-    return MirrorOptions(tuple(options.rate), options.ranks_per_node, options.rate_inside)
-
-
-def _mirror(options: argparse.Namespace) -> bool | str:
-    """Return what rows say of their other ranks: nothing, that they are images, or how a network joins these."""
-    network = _network(options) if options.mirror else None
-    return bool(options.mirror) if network is None else str(network)
+    return LaunchedRanks(options.mirror)
 
 
 def _check_same_layout(groups: Sequence[Group]) -> None:
@@ -162,7 +137,7 @@ def _title(group: Group, ranks: int) -> str:
 
 
 def missing_rates(
-    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool | str = False, per_host: int = 1
+    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False, per_host: int = 1
 ) -> Steps:
     """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
     present = {_identity(row) for row in rows}
@@ -271,6 +246,106 @@ def _show(document: Row, options: argparse.Namespace) -> None:
     """Show the rows of the requested models. The file may hold others."""
     rows = [row for row in document["rows"] if row["workload"]["model"] in options.model]
     print_steps(rows)
-    if options.plot:
-        plot_steps(rows, options.plot)
-        print(options.plot)
+
+
+Cells = dict[str, str]
+"""Cells of a table by column."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a table: functions that return all cells of a contender, and those of pure computation that it has."""
+
+    caption: str
+    cells: Callable[[Row], Cells]
+    compute_only: Callable[[Row], Cells]
+
+
+def print_steps(rows: Sequence[Row]) -> None:
+    """Print tables of times and of sizes for every workload and number of ranks."""
+    console = new_console()
+    for work in dict.fromkeys(same_work(row) for row in rows):
+        same = [row for row in rows if same_work(row) == work]
+        for form in (*FORMS, *([TRACES] if any("shares" in row for row in same) else [])):
+            console.print(step_table(same, form))
+
+
+def same_work(row: Row) -> str:
+    """Return a key that is equal for rows that can be compared."""
+    return json.dumps([row["ranks"], row.get("per_host", 1), row.get("mirror", False), row["workload"]], sort_keys=True)
+
+
+def title(row: Row) -> str:
+    """Return the title of a table: what all its rows have in common."""
+    work = row["workload"]
+    layout = "".join(f", {name} {work[name]}" for name in ("pipeline", "tensor", "sequence") if work[name] > 1)
+    batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
+    mirror = " (a mirror)" if row.get("mirror") else ""
+    ranks = f"{row['ranks']} ranks" + (f", {row['per_host']} on a host" if row.get("per_host", 1) > 1 else "")
+    return f"{work['model']} in {work['precision']} on {ranks}{mirror}{layout}, {batch}"
+
+
+def step_table(rows: Sequence[Row], form: Form) -> Table:
+    """Return one table. Rows of the same rate are adjacent and follow the step time of pure computation."""
+    columns = list(form.cells(rows[0]))
+    table = new_table(title(rows[0]), ("rate", "ZeRO", "method", *columns), ["method"], form.caption)
+    for index, row in enumerate(rows):
+        rate, stage = row["rate"] or "-", stage_of(row["contender"]["ds_config"])
+        if index == 0 or rows[index - 1]["rate"] != row["rate"]:
+            table.add_section()
+            alone = form.compute_only(row)
+            table.add_row(rate, "-", COMPUTE_ONLY, *(alone.get(column, "") for column in columns))
+        zero = "-" if stage is None else str(stage)
+        table.add_row(rate, zero, row["contender"]["name"], *form.cells(row).values())
+    return table
+
+
+def _time_cells(row: Row) -> Cells:
+    split = row["split_ms"] or {}
+    ratios = {"/ compute": shown(row["of_compute_only"], ".2f"), "speed-up": shown(row["speedup"], ".2f")}
+    return _seconds(row["step_s"]) | ratios | {column: shown(split.get(name), ".1f") for column, name in PHASES.items()}
+
+
+def _seconds(found: Row) -> Cells:
+    return {"seconds": f"{found['median']:.3f}", "min": f"{found['min']:.3f}", "max": f"{found['max']:.3f}"}
+
+
+def _size_cells(row: Row) -> Cells:
+    sizes = row["bytes"]
+    sent = {name: shown(sizes.get(name), ",.3f", 1e-6) for name in ("interface", "headers", "payload", "predicted")}
+    memory = {"peak": _megabytes(row["peak_bytes"]), "residuals": _megabytes(row["residual_bytes"])}
+    return sent | {"diff": shown(sizes.get("difference_percent"), "+.2f")} | memory
+
+
+def _share_cells(row: Row) -> Cells:
+    shares = row.get("shares", {})
+    return {name: shown(shares.get(name), ".1f", 100) for name in SHARES}
+
+
+def _megabytes(values: Sequence[float | None]) -> str:
+    """Return the mean of the known `values`, in MB."""
+    known = [value for value in values if value is not None]
+    return shown(statistics.fmean(known) if known else None, ",.1f", 1e-6)
+
+
+SHARES = ("encode", "decode", "exchange", "idle")
+PHASES = {"compute": "compute", "compress": "compress", "wait": "communicate", "decompress": "decompress"}
+"""Columns of the parts of a step, with their names in a row."""
+FORMS = (
+    Form(
+        "step time in seconds (median and range), relative to pure computation, speed-up over DeepSpeed, parts in ms",
+        _time_cells,
+        lambda row: _seconds(row["compute_only_s"]),
+    ),
+    Form(
+        "MB that a host sends per step; diff: payload compared with the prediction, in %; memory in MB",
+        _size_cells,
+        lambda row: {"peak": _megabytes(row["compute_only_peak_bytes"])},
+    ),
+)
+TRACES = Form(
+    "% of a traced step of rank 0: to encode, to decode, to exchange; and the time that the GPU's busiest stream idles",
+    _share_cells,
+    lambda _: {},
+)
+"""Form of the table of traces, for rows that have one."""

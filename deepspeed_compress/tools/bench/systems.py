@@ -77,7 +77,7 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = CONSTA
     peer = PEERS[contender.kind]
     dense = 0 if peer.least_start is None else max(start, peer.least_start)
     stepper = peer.make(workload, optimizer, dense)
-    return System(stepper, _whole(workload), stepper.close, stepper.session, dense, peer.period)
+    return System(stepper, _whole(workload), stepper.close, stepper.session, dense)
 
 
 def compute_only(workload: Workload) -> System:

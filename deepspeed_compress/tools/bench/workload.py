@@ -85,8 +85,8 @@ class Group:
 
     def to_job(self, steps: Mapping[str | None, int], traces: Path | None = None) -> dict[str, Any]:
         """Return the job of `step_rank`: the measured steps at each rate, and the directory of traces, if any."""
-        directory = str(traces.absolute()) if traces else None
-        return {"group": self.to_json(), "rates": list(steps), "steps": list(steps.values()), "traces": directory}
+        directory, counts = str(traces.absolute()) if traces else None, list(steps.values())
+        return {"measure": "steps", "group": self.to_json(), "rates": list(steps), "steps": counts, "traces": directory}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Group":

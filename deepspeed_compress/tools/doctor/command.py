@@ -20,14 +20,13 @@ from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Severity
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.doctor.case import NEEDS, Case
+from deepspeed_compress.tools.doctor.case import NEEDS, Case, read_baseline, read_run
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
-from deepspeed_compress.tools.doctor.run import read_baseline, read_run
 from deepspeed_compress.tools.outputs import plural
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
-from deepspeed_compress.tools.outputs.terminal import printable
+from deepspeed_compress.tools.outputs.report import printable
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class Diagnosis:
     checked: tuple[DoctorRule, ...]
     unchecked: tuple[tuple[DoctorRule, tuple[str, ...]], ...]
     """Rules that could not be checked, each with a description of the data it lacks."""
-    obstacles: Mapping[str, str]
-    """First problem of the patched configuration, by name of the rule, for patches that would make it invalid."""
 
 
 def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
@@ -55,26 +52,23 @@ def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
     unchecked = tuple((rule, tuple(map(_described, needs))) for rule, needs in lacking if needs)
     found = [rule.attribute(one) for rule in checked for one in rule.check(case)]
     found.sort(key=lambda one: (SEVERITIES.index(one.severity), -one.weight))
-    obstacles = {one.name: obstacle for one in found if (obstacle := _obstacle(case, one))}
-    kept = (replace(one, patch=None) if one.name in obstacles else one for one in found)
-    return Diagnosis(case, tuple(kept), checked, unchecked, obstacles)
+    return Diagnosis(case, tuple(_with_valid_patch(case, one) for one in found), checked, unchecked)
 
 
 def _described(need: str) -> str:
     return " or ".join(NEEDS[option][0] if option in NEEDS else option for option in need.split("|"))
 
 
-def _obstacle(case: Case, one: Diagnostic) -> str:
-    """Return the first problem of the configuration after the patch, or an empty string if it is valid."""
-    problems = () if one.patch is None else find_problems(apply(case.run.config, one.patch))
-    return str(problems[0]) if problems else ""
+def _with_valid_patch(case: Case, one: Diagnostic) -> Diagnostic:
+    """Return the finding without its patch if the patched configuration would be invalid."""
+    is_invalid = one.patch is not None and find_problems(apply(case.run.config, one.patch))
+    return replace(one, patch=None) if is_invalid else one
 
 
 def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:
     """Merge the patches of the findings into the configuration, most severe finding first.
 
-    A patch is left out if it changes a setting that an earlier one has changed, or if the merged configuration would be
-    invalid.
+    A patch is left out if it would undo a change of an earlier one, or if the merged configuration would be invalid.
 
     Returns:
         The configuration, the findings whose patches it contains, and the findings whose patches were left out.
@@ -82,31 +76,16 @@ def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...
     config: dict[str, Any] = dict(diagnosis.case.run.config or {})
     taken: list[Diagnostic] = []
     left: list[Diagnostic] = []
-    places: set[tuple[str, ...]] = set()
     for one in diagnosis.diagnostics:
         if one.patch is None:
             continue
-        changed, result = set(_places(one.patch)), apply(config, one.patch)
-        if _clash(changed, places) or find_problems(result):
+        result = apply(config, one.patch)
+        if find_problems(result) or any(apply(result, earlier.patch) != result for earlier in taken):
             left.append(one)
-            continue
-        config, places = result, places | changed
-        taken.append(one)
+        else:
+            config = result
+            taken.append(one)
     return config, tuple(taken), tuple(left)
-
-
-def _places(patch: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the keys that a patch sets.
-
-    `gradients` counts as a single key, so that the settings of two remedies for it are never mixed.
-    """
-    for key, value in patch.items():
-        inside = isinstance(value, Mapping) and bool(value) and key != "gradients"
-        yield from _places(value, (*path, key)) if inside else [(*path, key)]
-
-
-def _clash(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> bool:
-    return any(a[: len(b)] == b or b[: len(a)] == a for a in one for b in other)
 
 
 _COLOURS: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -168,7 +147,7 @@ def print_text(diagnosis: Diagnosis) -> None:
     console = Console(soft_wrap=False)
     console.print(escape(printable(_head(diagnosis.case))), highlight=False)
     for number, one in enumerate(diagnosis.diagnostics, start=1):
-        _print_finding(console, number, one, diagnosis.obstacles.get(one.name, ""))
+        _print_finding(console, number, one)
     console.print()
     if not diagnosis.diagnostics:
         console.print("[green]No problems found.[/green]")
@@ -190,7 +169,7 @@ def _head(case: Case) -> str:
     return f"{head} A compressed step takes {parts}."
 
 
-def _print_finding(console: Console, number: int, one: Diagnostic, obstacle: str) -> None:
+def _print_finding(console: Console, number: int, one: Diagnostic) -> None:
     colour, severity = _COLOURS[one.severity], DOCTOR_SEVERITIES[one.severity]
     console.print(f"\n[{colour}]{number}. {one.name}[/{colour}] ({severity})", highlight=False)
     first, last = one.place.steps or (0, 0)
@@ -198,8 +177,6 @@ def _print_finding(console: Console, number: int, one: Diagnostic, obstacle: str
     body = [printable(line) for line in body]
     if one.patch is not None:
         body += ["Merge into ds_config.json:", json.dumps(one.patch, indent=2)]
-    if obstacle:
-        body.append(f"There is no patch, because the patched configuration would be invalid: {obstacle}")
     for line in [*body, f"More: {page(one)}"]:
         console.print(Padding(escape(line), (0, 0, 0, 3)), highlight=False)
 

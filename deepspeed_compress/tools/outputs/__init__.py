@@ -1,15 +1,13 @@
 """Output of diagnostics, for people at a terminal and for programs.
 
-report    contents of the report on one run of a tool, and texts of its rules
-terminal  full, concise, statistics
+report    contents of the report on one run of a tool, texts of its rules; full, concise and statistics for terminals
 machine   json, in the form of each tool; github; sarif
 """
 
 from collections.abc import Callable, Mapping
 
 from deepspeed_compress.tools.outputs.machine import github, json_array, sarif
-from deepspeed_compress.tools.outputs.report import Report, lines, plural
-from deepspeed_compress.tools.outputs.terminal import concise, full, statistics, visible
+from deepspeed_compress.tools.outputs.report import Report, concise, full, lines, plural, statistics, visible
 
 __all__ = ["Report", "lines", "plural", "render", "visible"]
 

@@ -7,8 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Place, Severity
-from deepspeed_compress.tools.outputs.report import Report, Rule, lines, message
-from deepspeed_compress.tools.outputs.terminal import visible
+from deepspeed_compress.tools.outputs.report import Report, Rule, lines, message, visible
 
 Keys = Mapping[str, Callable[[Diagnostic], object]]
 """Keys of an object, with functions that return their values."""

@@ -6,7 +6,10 @@ A module of rules decorates its checks, which turns them into rules:
     def zero_without_stage(document: Document, context: Context) -> Findings: ...
 """
 
-from collections.abc import Iterable, Iterator
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TypeVar
@@ -96,3 +99,99 @@ def plural(count: int, noun: str) -> str:
 def lines(texts: Iterable[str]) -> str:
     """Return the texts, each on a line of its own."""
     return "".join(f"{text}\n" for text in texts)
+
+
+_BOLD, _BLUE = "1", "34"
+_STYLES: Mapping[Severity, str] = {"error": "1;31", "warning": "1;33", "info": "1;36"}
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_BEFORE, _WIDTH = 60, 120
+"""Characters of a long line to show before the place, and in total."""
+
+
+def concise(report: Report) -> str:
+    """Return one line for each, `path:line:column: DSC123 name: what is wrong (at /pointer)`, and a summary."""
+    return lines((*(_headline(one, report.colour) for one in report.diagnostics), *report.closing))
+
+
+def full(report: Report) -> str:
+    """Return each with its line, a caret under the place and the remedy, and a summary."""
+    return "".join(f"{_block(one, report.colour)}\n" for one in report.diagnostics) + lines(report.closing)
+
+
+def statistics(report: Report) -> str:
+    """Return the number of findings per rule, most frequent first, and a summary.
+
+    A star marks rules for which `--fix` corrects some findings.
+    """
+    by_code: dict[str, list[Diagnostic]] = defaultdict(list)
+    for one in report.diagnostics:
+        by_code[one.code].append(one)
+    ordered = sorted(by_code.values(), key=lambda found: (-len(found), found[0].code))
+    return lines((*(_count(found, report.colour) for found in ordered), *report.closing))
+
+
+def _headline(one: Diagnostic, colour: bool) -> str:
+    """Return everything except the remedy."""
+    line, column = one.place.start
+    place = _paint(f"{visible(one.place.file)}:{line}:{column}:", _BOLD, colour)
+    rule = _paint(f"{one.code} {one.name}:", _STYLES[one.severity], colour)
+    return f"{place} {rule} {visible(message(one))}"
+
+
+def _block(one: Diagnostic, colour: bool) -> str:
+    line, _ = one.place.start
+    number, gutter = _paint(f"{line:>4} |", _BLUE, colour), _paint("     |", _BLUE, colour)
+    source, caret = _source(one)
+    shown = (f"{number} {source}", f"{gutter} {_paint(caret, _STYLES[one.severity], colour)}") if source.strip() else ()
+    remedy = f"{visible(one.remedy)}{f' ({option(one)} does it)' if one.fix else ''}"
+    return lines((_headline(one, colour), *shown, f"{_paint('     =', _BLUE, colour)} {remedy}"))
+
+
+def _source(one: Diagnostic) -> tuple[str, str]:
+    """Return the line of the place, and a line with carets under it."""
+    text, span = one.place.text, one.place.region
+    start, end = _line(text, span.start)
+    first = max(start, span.start - _BEFORE) if end - start > _WIDTH else start
+    last = min(end, first + _WIDTH)
+    carets = "^" * max(1, min(span.end, last) - span.start)
+    before = visible(text[first : span.start])
+    return visible(text[first:last].rstrip("\r")), _blank(before) + carets
+
+
+def _line(text: str, at: int) -> tuple[int, int]:
+    """Return the start and end of the line around `at`. The line is not searched beyond what can be shown of it."""
+    start, end = max(at - _WIDTH - 1, 0), min(at + _WIDTH + 1, len(text))
+    before, behind = text.rfind("\n", start, at), text.find("\n", at, end)
+    return before + 1 if before >= 0 else start, behind if behind >= 0 else end
+
+
+def _count(found: Sequence[Diagnostic], colour: bool) -> str:
+    one = found[0]
+    star = "[*]" if any(option(each) == "--fix" for each in found) else "[ ]"
+    return f"{len(found):>5}  {_paint(one.code, _STYLES[one.severity], colour)}  {star}  {one.severity:<7}  {one.name}"
+
+
+def _paint(text: str, style: str, colour: bool) -> str:
+    return f"\x1b[{style}m{text}\x1b[0m" if colour else text
+
+
+def visible(text: str) -> str:
+    """Return `text` on one line, without characters that move the cursor or change the direction of text."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _blank(text: str) -> str:
+    """Return white space as wide as `text`."""
+    return "".join(
+        "\t" if char == "\t" else "  " if unicodedata.east_asian_width(char) in "WF" else " " for char in text
+    )
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with every nonprintable character, such as ESC or a lone surrogate, as "\x1b" or "\ud800".
+
+    Line breaks are replaced too. This keeps a file from moving the cursor, changing colors or breaking an encoder.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

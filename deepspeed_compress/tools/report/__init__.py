@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from deepspeed_compress.tools.outputs.terminal import printable
+from deepspeed_compress.tools.outputs.report import printable
 from deepspeed_compress.tools.report.figures import table_head, table_rows
 from deepspeed_compress.tools.report.page import page
 from deepspeed_compress.tools.report.runs import Run, load_runs

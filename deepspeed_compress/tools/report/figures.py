@@ -97,20 +97,6 @@ def _step_time(run: Run) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _wall_time(run: Run) -> float | None:
-    """Return the mean milliseconds per step from Trainer's runtime, which begins anew when training resumes."""
-    runtimes = run.column("train_runtime")
-    step = max(runtimes, default=0)
-    steps = step - _continued_from(run, step)
-    return 1e3 * runtimes[step] / steps if steps else None
-
-
-def _continued_from(run: Run, step: int) -> int:
-    """Return the step from which the process that took `step` continued; 0 if there are no statistics."""
-    parts = [part for line in run.files.statistics if (part := line.get("run")) and part["since"] < step]
-    return min((part["since"] for part in parts if part["started"] == parts[-1]["started"]), default=0)
-
-
 def _ratio(run: Run) -> float | None:
     sent, alone = _mean(run, "bytes_sent"), _mean(run, "bytes_uncompressed")
     # Trainer's log holds the ratio itself but not the bytes that it is computed from.
@@ -200,7 +186,6 @@ METRICS = (
         of_whole=True,
     ),
     Metric("median step time", _step_time, milliseconds, tile=True),
-    Metric("time per step, including evaluation and saving", _wall_time, milliseconds),
     Metric(
         "training time, including evaluation and saving",
         lambda run: _last(run, "train_runtime"),

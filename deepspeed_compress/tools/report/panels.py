@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from deepspeed_compress.tools.report.figures import TRAFFIC
-from deepspeed_compress.tools.report.runs import Run
-from deepspeed_compress.tools.report.timeline import Marker, markers, settings_timelines
+from deepspeed_compress.tools.report.runs import Marker, Run, markers, settings_timelines
 
 POINTS = 360
 """Maximum number of points of a line, roughly. More would not be visible."""

@@ -1,25 +1,22 @@
 """Runs as reports see them: one table of columns by optimizer step per run, whichever program wrote its files."""
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import cycle, groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from deepspeed_compress.config.numbers import span
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.outputs.terminal import printable
+from deepspeed_compress.tools.outputs.report import printable
 from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
-from deepspeed_compress.tools.run_files import is_number, is_step, read_content
 
 Columns = dict[str, dict[int, Any]]
 
 _LOGGED = "compression_"
-"""Prefix of this package's metrics in the logs of Trainer and of DeepSpeed's monitors."""
-_CSV = "Train_Samples_"
+"""Prefix of this package's metrics in the logs of Trainer."""
 
 
 def _columns(lines: Iterable[Mapping[str, Any]], names: Mapping[str, str] = MappingProxyType({})) -> Columns:
@@ -42,51 +39,6 @@ def _trainer_log(files: RunDirectory) -> Columns:
     return _columns(files.trainer_log, {"loss": "train_loss", "train_loss": "mean_train_loss"})
 
 
-def _csv_monitor(files: RunDirectory) -> Columns:
-    """Return the columns of DeepSpeed's CSV monitor, which writes one file per metric, indexed by samples seen."""
-    tables = {path.stem.removeprefix(_CSV): _read_csv(path) for path in _csv_files(files)}
-    gaps = [after - before for rows in tables.values() for before, after in pairwise([0, *sorted(rows)])]
-    # The learning rate is logged at every step, so the smallest difference is one step.
-    batch = min((gap for gap in gaps if gap > 0), default=1)
-    by_step = {name: {samples // batch: value for samples, value in rows.items()} for name, rows in tables.items()}
-    return by_step | _stripped(by_step)
-
-
-def _csv_files(files: RunDirectory) -> set[Path]:
-    """Return CSV files in the directory that the configuration names, in that of the run and up to two levels below."""
-    settings = (files.ds_config or {}).get("csv_monitor")
-    place = [settings.get(key) for key in ("output_path", "job_name")] if isinstance(settings, Mapping) else []
-    named = Path(files.directory, *(part for part in place if isinstance(part, str)))
-    found = [named.glob(f"{_CSV}*.csv"), *(files.directory.glob(f"{depth}{_CSV}*.csv") for depth in ("", "*/", "*/*/"))]
-    return {path for some in found for path in some}
-
-
-def _read_csv(path: Path) -> dict[int, float]:
-    """Return values by samples seen.
-
-    A restarted program writes the header again and continues from its checkpoint, so later rows replace earlier ones.
-
-    Raises:
-        DataError: A row does not hold an integer and a number.
-    """
-    points: list[tuple[int, float]] = []
-    text = io.StringIO(read_content(path).decode("utf-8", "replace"), newline="")
-    try:
-        for row in csv.reader(text):
-            if len(row) == 2 and row[0].isascii() and row[0].isdecimal():
-                samples = int(row[0])
-                if not is_step(samples):
-                    raise ValueError("more samples than any run sees")
-                while points and points[-1][0] >= samples:
-                    points.pop()
-                points.append((samples, float(row[1])))
-    except (ValueError, OverflowError, csv.Error) as error:
-        raise DataError(
-            f"{path}:{len(points) + 2}: not a line of a CSV monitor ({printable(str(error))}); remove the file"
-        ) from None
-    return {samples: value for samples, value in points if is_number(value)}
-
-
 def _stripped(columns: Columns) -> Columns:
     ours = {name: values for name, values in columns.items() if name.startswith(_LOGGED)}
     return {name.removeprefix(_LOGGED): values for name, values in ours.items()}
@@ -103,7 +55,6 @@ SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     lambda files: {
         "train_loss": {line["step"]: line["loss"] for line in files.statistics if line.get("loss") is not None}
     },
-    _csv_monitor,
 )
 """Sources in order of preference. Each column is taken as a whole from the first source that has it."""
 
@@ -196,9 +147,143 @@ def _load(directory: Path, name: str, role: str) -> Run:
     if not any(columns.values()):
         raise DataError(
             f"{directory}: holds no run (none of metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json, "
-            "checkpoint-*, Train_Samples_*.csv with lines in it); give the output directory of a run, or the "
+            "checkpoint-* with lines in it); give the output directory of a run, or the "
             "monitor.path of its section"
         )
     return Run(
         printable(name), role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"])))
     )
+
+
+SHOWN = 300
+"""Maximum number of events in the table. The last ones are shown."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """Symbol of an event. `outline` is an SVG path around (0, 0)."""
+
+    title: str
+    colour: str
+    outline: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Event at `step`. `text` is shown when the pointer is over it."""
+
+    step: int
+    symbol: Symbol
+    text: str
+
+
+_TRIANGLE, _SQUARE = "M0-4.6 4.6 3.6H-4.6Z", "M-3.6-3.6H3.6V3.6H-3.6Z"
+_DIAMOND, _DOT = "M0-4.8 4.8 0 0 4.8-4.8 0Z", "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0-6.8 0Z"
+
+SYMBOLS: Mapping[str, Symbol] = {
+    "anomaly": Symbol("anomaly", "red", _TRIANGLE),
+    **dict.fromkeys(("rollback", "checkpoint_rollback"), Symbol("roll-back", "purple", _SQUARE)),
+    "full_sync": Symbol("full synchronisation", "green", _DIAMOND),
+    **dict.fromkeys(("schedule", "return", "adapt", "auto"), Symbol("change of settings", "run", _DOT)),
+    "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND),
+}
+_OTHER = Symbol("other event", "muted", _DOT)
+
+
+def markers(run: Run) -> tuple[Marker, ...]:
+    """Return a marker for every event of `run`, except exchanges of islands, which are routine."""
+    return tuple(
+        Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), f"step {event['step']}: {_what(event)}")
+        for event in run.events
+        if event["kind"] != "islands_exchange"
+    )
+
+
+EVENT_HEAD = ("step", "event", "why", "settings")
+"""Column titles of `event_rows`."""
+
+
+def event_rows(run: Run) -> list[list[str]]:
+    """Return the last `SHOWN` events as rows of text."""
+    return [
+        [f"{event['step']:,}", _kind(event), str(event.get("reason", "")), _settings(event)]
+        for event in run.events[-SHOWN:]
+    ]
+
+
+def _kind(event: Mapping[str, Any]) -> str:
+    island = f"island {event['island']}: " if "island" in event else ""
+    return island + str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
+
+
+def _what(event: Mapping[str, Any]) -> str:
+    return ", ".join(text for text in (_kind(event), str(event.get("reason", "")), _settings(event)) if text)
+
+
+def _settings(event: Mapping[str, Any]) -> str:
+    before, after = event.get("before"), event.get("after")
+    return str(after or "") if before == after or not before else f"{before} \N{RIGHTWARDS ARROW} {after}"
+
+
+@dataclass(frozen=True)
+class SettingsInterval:
+    """Interval from step `first` to step `last` with a single setting."""
+
+    setting: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class SettingsTimeline:
+    """Settings of a run over its steps."""
+
+    run: str
+    intervals: tuple[SettingsInterval, ...]
+
+
+def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
+    """Return the timeline of each run that records its settings and sends gradients, to which they apply."""
+    recorded = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
+    return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in recorded if settings]
+
+
+def _sends_gradients(run: Run) -> bool:
+    """Return False if the run sends no gradients because each rank is an island.
+
+    Gradient settings have no effect in such a run.
+    """
+    sent = run.column("bytes_sent")
+    return not sent or any(sent.values())
+
+
+def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
+    """Return the intervals of equal settings, each from its first to its last measured step."""
+    groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
+    return tuple(SettingsInterval(setting, steps[0], steps[-1]) for setting, steps in groups)
+
+
+UNCOMPRESSED = "none"
+_COLOURS = ("run", "purple", "green", "yellow", "orange", "run-soft", "red")
+_RANGES = 6
+"""Maximum number of step ranges listed for a setting. The others are only counted."""
+
+
+def setting_colours(timelines: Sequence[SettingsTimeline]) -> dict[str, str]:
+    """Return a color for each setting, the same in every run. Uncompressed steps have the color of the baseline."""
+    settings = dict.fromkeys(interval.setting for timeline in reversed(timelines) for interval in timeline.intervals)
+    chosen = zip((setting for setting in settings if setting != UNCOMPRESSED), cycle(_COLOURS), strict=False)
+    return ({UNCOMPRESSED: "baseline"} if UNCOMPRESSED in settings else {}) | dict(chosen)
+
+
+def steps_by_setting(timeline: SettingsTimeline) -> dict[str, str]:
+    """Return the measured steps of each setting, as text."""
+    found: dict[str, list[str]] = {}
+    for interval in timeline.intervals:
+        found.setdefault(interval.setting, []).append(span(interval.first, interval.last))
+    return {setting: f"steps {_listed(steps)}" for setting, steps in found.items()}
+
+
+def _listed(steps: Sequence[str]) -> str:
+    left = len(steps) - _RANGES
+    return ", ".join(steps[:_RANGES]) + (f", and {left} more times" if left > 0 else "")

@@ -1,37 +1,181 @@
-"""The command `ds-compress tune`."""
+"""The command `ds-compress tune`, and its result: a row for each candidate, as JSON and on the terminal."""
 
 import argparse
-import functools
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_locks
+from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
+from deepspeed_compress.config.numbers import change, finite, shown
 from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.safe_files import hold, write_json, write_text
+from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.tables import new_console
-from deepspeed_compress.tools.tune.halving import make_rungs
-from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
-from deepspeed_compress.tools.tune.space import Candidate, Excluded, find_candidates, load_space
-from deepspeed_compress.tools.tune.summary import (
-    Objective,
-    Summary,
-    as_json,
-    as_table,
-    conclusion,
-    summarise,
+from deepspeed_compress.tools.tables import new_console, new_table
+from deepspeed_compress.tools.tune.search import (
+    Budget,
+    Display,
+    Outcome,
+    Round,
+    best,
+    loss_gap,
+    make_rungs,
+    reasons,
+    search,
 )
-from deepspeed_compress.tools.tune.trials import Trials, with_config
+from deepspeed_compress.tools.tune.space import BASELINE, Candidate, find_candidates, load_space
+from deepspeed_compress.tools.tune.trials import Result, Trials, with_config
 
 IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Objective of the search: the smallest `metric` with a loss gap of at most `target`."""
+
+    target: float
+    metric: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the table: a candidate in its longest trial.
+
+    Attributes:
+        name: Name of the candidate.
+        settings: Short text of its settings.
+        rung: Number of the rung.
+        steps: Optimizer steps of the trial.
+        result: Result of the trial.
+        gap: Loss gap to the baseline of the same rung, or NaN if unknown.
+        speed: Step time of the baseline divided by the candidate's, or NaN if unknown.
+        fewer: Bytes of the baseline divided by the candidate's, or NaN if unknown.
+        remark: Reason why the candidate was not promoted.
+    """
+
+    name: str
+    settings: str
+    rung: int
+    steps: int
+    result: Result
+    gap: float
+    speed: float
+    fewer: float
+    remark: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of a search. `rows` are sorted by merit. `chosen` is the best candidate, or else the baseline."""
+
+    objective: Objective
+    rows: tuple[Row, ...]
+    chosen: Candidate
+    outcome: Outcome
+    left_out: Mapping[str, str]
+
+    @property
+    def row(self) -> Row | None:
+        """Return the row of the chosen candidate, or None if it was not measured."""
+        return next((row for row in self.rows if row.name == self.chosen.name and row.result.finished), None)
+
+
+def summarise(
+    outcome: Outcome, candidates: Sequence[Candidate], left_out: Mapping[str, str], objective: Objective
+) -> Summary:
+    """Return the summary: the rows of all candidates that were tried, and the choice."""
+    known = {candidate.name: candidate for candidate in candidates}
+    found = best(outcome.rounds, objective.target, objective.metric)
+    chosen = known[found[1].name if found else BASELINE]
+    rounds = {
+        name: last for last in outcome.rounds for name, result in last.results.items() if result.status != "stopped"
+    }
+    if found:
+        rounds[chosen.name] = found[0]
+    rows = [_row(known[name], last, chosen.name, objective) for name, last in rounds.items()]
+    rows.sort(key=lambda row: (row.name != chosen.name, row.name != BASELINE, -row.rung, row.result.step_ms))
+    return Summary(objective, tuple(rows), chosen, outcome, left_out)
+
+
+def _row(candidate: Candidate, last: Round, chosen: str, objective: Objective) -> Row:
+    result, baseline = last.results[candidate.name], last.baseline
+    gap = speed = fewer = math.nan
+    if baseline is not None and result.finished:
+        gap, speed = loss_gap(result, baseline), baseline.step_ms / result.step_ms
+        fewer = baseline.bytes / result.bytes if result.bytes else math.inf
+    remark = "" if baseline is None else reasons(last, objective.metric).get(candidate.name, "")
+    remark = result.error or ("best" if candidate.name == chosen else remark)
+    return Row(candidate.name, candidate.settings, last.rung.number, last.rung.steps, result, gap, speed, fewer, remark)
+
+
+def conclusion(summary: Summary) -> list[str]:
+    """Return sentences that state the choice, the evidence for it, and what is missing."""
+    row, objective = summary.row, summary.objective
+    lines = [f"Ended early: {summary.outcome.stopped}."] if summary.outcome.stopped else []
+    if row is None:
+        return [*lines, "Nothing was measured."]
+    if not math.isfinite(row.result.loss):
+        return [*lines, "The loss of uncompressed training is not finite, so nothing can be compared with it."]
+    if row.name == BASELINE:
+        what = (
+            f"{BETTER[objective.metric]} than uncompressed training with a loss gap of at most {objective.target:.2%}"
+        )
+        return [*lines, f"No candidate {what}: leave gradients uncompressed, or allow a larger gap."]
+    figures = f"{row.speed:.2f} times as fast, {row.fewer:.1f} times fewer bytes, loss gap {row.gap:+.2%}"
+    return [*lines, f"Best: {row.name} ({row.settings}): {figures}, in trials of {row.steps} steps."]
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """Return the whole summary for JSON. Figures that are not finite become null."""
+    outcome = summary.outcome
+    return {
+        "target_loss_gap": summary.objective.target,
+        "metric": summary.objective.metric,
+        "best": {"name": summary.chosen.name, SECTION: summary.chosen.section},
+        "conclusion": conclusion(summary),
+        "stopped": outcome.stopped or None,
+        "rows": [finite(asdict(row)) for row in summary.rows],
+        "left_out": [{"name": name, "reason": reason} for name, reason in summary.left_out.items()],
+        "rungs": [
+            {**asdict(one.rung), "trials": [finite(asdict(result)) for result in one.results.values()]}
+            for one in outcome.rounds
+        ],
+    }
+
+
+BETTER: Mapping[str, str] = {"step_time": "is faster", "bytes": "sends less"}
+HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fewer", "loss gap", "cosine", "")
+
+
+def as_table(summary: Summary) -> Table:
+    """Return the rows as a table for the terminal."""
+    title = f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}"
+    table = new_table(title, HEAD, ("candidate", "settings", ""))
+    for row in summary.rows:
+        result = row.result
+        table.add_row(
+            row.name,
+            escape(row.settings),
+            str(row.steps),
+            shown(result.step_ms, ",.0f" if result.step_ms >= 100 else ".1f"),
+            shown(row.speed, ".2f", suffix=" x"),
+            shown(result.bytes, ",.3f", 1e-6),
+            shown(row.fewer, ".1f", suffix=" x"),
+            change(row.gap),
+            shown(result.cosine, ".3f"),
+            escape(row.remark),
+            style="bold" if row.name == summary.chosen.name else None,
+        )
+    return table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,21 +194,8 @@ def run(options: argparse.Namespace) -> int:
     candidates, left_out = find_candidates(ds_config, patches)
     _check(options, ds_config, candidates, left_out)
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
-    held = hold(options.output)
-    if held is None:
-        raise ConfigError(f"--output {options.output}: trials are running there now (allowed: one command at a time)")
-    with held:
-        return _tune(options, ds_config, candidates, left_out, console)
-
-
-def _tune(
-    options: argparse.Namespace,
-    ds_config: Mapping[str, Any],
-    candidates: Sequence[Candidate],
-    left_out: Sequence[Excluded],
-    console: Console,
-) -> int:
-    _announce(console, candidates, left_out)
+    lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
+    _print(console, [*lines, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
     outcome = _search(options, ds_config, candidates, console)
     summary = summarise(outcome, candidates, left_out, Objective(options.target_loss_gap, options.metric))
     _write(summary, ds_config, options, console)
@@ -75,7 +206,7 @@ def _check(
     options: argparse.Namespace,
     ds_config: Mapping[str, Any],
     candidates: Sequence[Candidate],
-    left_out: Sequence[Excluded],
+    left_out: Mapping[str, str],
 ) -> None:
     """Check what would otherwise fail only after the first trial: the command, and that there is a candidate."""
     from deepspeed_compress.integrations.launch import launch_command
@@ -87,7 +218,7 @@ def _check(
         )
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))
     if len(candidates) == 1:
-        reasons = "".join(f"\n  - {left.name}: {left.reason}" for left in left_out)
+        reasons = "".join(f"\n  - {name}: {reason}" for name, reason in left_out.items())
         raise ConfigError(f"{options.config}: no candidate fits this file.{reasons}")
 
 
@@ -114,9 +245,7 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
         )
 
 
-def _announce(console: Console, candidates: Sequence[Candidate], left_out: Sequence[Excluded]) -> None:
-    lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
-    lines += [f"left out: {left.name}: {left.reason}" for left in left_out]
+def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -125,13 +254,11 @@ def _search(
     options: argparse.Namespace, ds_config: Mapping[str, Any], candidates: Sequence[Candidate], console: Console
 ) -> Outcome:
     rungs = make_rungs(options.steps, options.rungs, options.target_loss_gap)
-    budget = Budget(options.time_budget, trial=options.trial_timeout or math.inf)
-    look = functools.partial(clear_locks, options.clear_locks)
+    budget = Budget(options.time_budget)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
     # The running trial is in a session of its own, so it must be ended by this process.
     with signals_as_exceptions():
-        display = Display(console, budget, look)
-        return search(candidates, rungs, trials, options.metric, budget, display)
+        return search(candidates, rungs, trials, options.metric, budget, Display(console, budget))
 
 
 def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:
@@ -139,8 +266,7 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     optimal = output / OPTIMAL
     arguments = with_config(options.arguments, options.config, optimal)
     launcher = [] if options.launcher == "deepspeed" else ["--launcher", options.launcher]
-    words = ["ds-compress", "run", *launcher, *arguments]
-    command = shlex.join(words)
+    command = shlex.join(["ds-compress", "run", *launcher, *arguments])
     write_json(output / "summary.json", as_json(summary))
     console.print(as_table(summary))
     lines = conclusion(summary)
@@ -151,5 +277,4 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     failure = summary.outcome.failure
     if failure is not None:
         lines += [f"  {line}" for line in failure.tail] + [f"uncompressed training failed: {failure.error}"]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    _print(console, lines)

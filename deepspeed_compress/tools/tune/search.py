@@ -1,28 +1,152 @@
-"""Search rung after rung until rungs, candidates or time are used up, and its display on the terminal."""
+"""Search by successive halving, and its display on the terminal.
+
+Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (2016): a budget is spent
+on short trials of all candidates and on longer trials of the best third. Here, a trial is good if it is fast and its
+loss stays close to that of uncompressed training after the same number of steps.
+"""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from deepspeed_compress.tools.tune.halving import Result, Round, Rung, promoted, reserve
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
-from deepspeed_compress.tools.tune.trials import LOG, Trials
+from deepspeed_compress.tools.tune.trials import LOG, Result, Rung, Trials
+
+FACTOR = 3
+"""Factor between the steps of consecutive rungs. One in as many candidates is promoted, but at least two."""
+NARROWING = 2.0
+"""Factor between the allowed loss gaps of consecutive rungs. Gaps are larger early in training."""
+SLACK = 0.02
+"""Fraction by which a candidate may appear slower than the baseline, per remaining rung. Short trials are noisy."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Rung with the results of its trials, by name of the candidate."""
+
+    rung: Rung
+    results: Mapping[str, Result]
+
+    @property
+    def baseline(self) -> Result | None:
+        """Return the result of uncompressed training, or None if it did not finish."""
+        found = self.results.get(BASELINE)
+        return found if found is not None and found.finished else None
+
+
+METRICS: Mapping[str, Callable[[Result], float]] = {
+    "step_time": lambda result: result.step_ms,
+    "bytes": lambda result: result.bytes,
+}
+"""Functions of a result to minimize, by the value of --metric."""
+
+
+def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
+    """Return `count` rungs. The first has `steps` steps, and the last has the loss gap `target` and no slack."""
+    left = range(count - 1, -1, -1)
+    return [
+        Rung(index + 1, steps * FACTOR**index, target * NARROWING**later, SLACK * later)
+        for index, later in enumerate(left)
+    ]
+
+
+def _kept(candidates: int) -> int:
+    return min(candidates, max(2, math.ceil(candidates / FACTOR)))
+
+
+def loss_gap(result: Result, baseline: Result) -> float:
+    """Return the loss above the baseline's as a fraction of the latter, or infinity if a loss is not finite."""
+    gap = (result.loss - baseline.loss) / abs(baseline.loss) if baseline.loss else math.inf
+    return gap if math.isfinite(gap) else math.inf
+
+
+def reasons(found: Round, metric: str) -> dict[str, str]:
+    """Return for each candidate of `found` why it is not promoted, or "" if it is.
+
+    Candidates are dropped if they failed, exceed the loss gap, are worse than the baseline by `metric`, or are
+    dominated by another one. Of the rest, all but the best third by `metric` are dropped. The baseline must have
+    finished.
+    """
+    baseline = found.baseline
+    assert baseline is not None, "a rung is judged against its baseline"
+    tried = [result for name, result in found.results.items() if name != BASELINE]
+    out = {result.name: _own_fault(result, baseline, found.rung, metric) for result in tried}
+    good = [result for result in tried if not out[result.name]]
+    out |= {result.name: _dominated(result, good, baseline) for result in good}
+    ranked = sorted((result for result in good if not out[result.name]), key=METRICS[metric])
+    places = _kept(len(tried))
+    return out | {result.name: f"not among the best {places}" for result in ranked[places:]}
+
+
+def promoted(found: Round, metric: str) -> list[str]:
+    """Return the promoted candidates, best first."""
+    kept = [name for name, reason in reasons(found, metric).items() if not reason]
+    return sorted(kept, key=lambda name: METRICS[metric](found.results[name]))
+
+
+def _own_fault(result: Result, baseline: Result, rung: Rung, metric: str) -> str:
+    if not result.finished:
+        return result.status
+    gap, measure = loss_gap(result, baseline), METRICS[metric]
+    if gap > rung.gap:
+        return f"loss gap {gap:+.2%} is above {rung.gap:.2%}"
+    if measure(result) > measure(baseline) * (1 + rung.slack):
+        return f"{measure(result) / measure(baseline):.2f} times the {metric} of uncompressed training"
+    return ""
+
+
+def _dominated(result: Result, others: Iterable[Result], baseline: Result) -> str:
+    """Return which candidate is at least as good in all figures and better in one, or "" if there is none."""
+    own = _figures(result, baseline)
+    for other in others:
+        theirs = _figures(other, baseline)
+        if theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True)):
+            return f"{other.name} is as good in everything"
+    return ""
+
+
+def _figures(result: Result, baseline: Result) -> tuple[float, float, float]:
+    return result.step_ms, result.bytes, loss_gap(result, baseline)
+
+
+def best(rounds: Sequence[Round], target: float, metric: str) -> tuple[Round, Result] | None:
+    """Return the best result by `metric` within the loss gap `target` and better than the baseline, with its round.
+
+    Longer trials take precedence: a candidate that fails in one is not chosen for its result in a shorter one. Returns
+    None if nothing is better than the baseline.
+    """
+    measure, lost = METRICS[metric], set[str]()
+    for found in reversed(rounds):
+        baseline = found.baseline
+        tried = [result for name, result in found.results.items() if name != BASELINE and result.status != "stopped"]
+        good = [
+            result
+            for result in tried
+            if baseline is not None
+            and result.name not in lost
+            and result.finished
+            and loss_gap(result, baseline) <= target
+            and measure(result) < measure(baseline)
+        ]
+        if good:
+            return found, min(good, key=measure)
+        lost |= {result.name for result in tried}
+    return None
+
 
 AS_LONG, STARTUP = 3.0, 60.0
 """Longest trial relative to the baseline's, and seconds added to it. A candidate that slow is no gain."""
 
 
 class Budget:
-    """Time left for the search: `seconds` from now on, or no limit if None. A single trial may take `trial` seconds."""
+    """Time left for the search: `seconds` from now on, or no limit if None."""
 
-    def __init__(
-        self, seconds: float | None, clock: Callable[[], float] = time.monotonic, trial: float = math.inf
-    ) -> None:
-        self.clock, self.trial = clock, trial
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._end = math.inf if seconds is None else clock() + seconds
 
     def left(self) -> float:
@@ -49,16 +173,10 @@ SILENT = 30.0
 
 
 class Display:
-    """Progress of the search on the terminal.
+    """Progress of the search on the terminal."""
 
-    `look` searches for causes of a stalled trial, such as abandoned locks, and passes a text for each to its argument.
-    It is called until the trial has made its first measured step.
-    """
-
-    def __init__(
-        self, console: Console, budget: Budget, look: Callable[[Callable[[str], None]], None] = lambda tell: None
-    ) -> None:
-        self._console, self._budget, self._look = console, budget, look
+    def __init__(self, console: Console, budget: Budget) -> None:
+        self._console, self._budget = console, budget
         self._running = ("", 0)
         """Name and number of steps of the running trial."""
         self._begun = self._told = budget.clock()
@@ -72,8 +190,6 @@ class Display:
         if self._budget.clock() - self._told > SILENT:
             name, steps = self._running
             self._line(f"{name}: {done} of {steps} steps after {_duration(self._budget.clock() - self._begun)}")
-            if not done:
-                self._look(self._line)
 
     def end(self, result: Result, rung: Rung, again: bool) -> None:
         figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}"
@@ -100,24 +216,19 @@ def search(
 ) -> Outcome:
     """Try all `candidates`, baseline first, in the first of `rungs`, and the promoted ones in each further rung.
 
-    If no candidate is promoted, ones that were dropped earlier for lack of places return. The search ends if no
-    candidate remains, if time is up (the running trial is then ended), or if the baseline fails, because nothing can be
-    compared without it.
+    The search ends if no candidate remains, if time is up (the running trial is then ended), or if the baseline fails,
+    because nothing can be compared without it.
     """
     known = {candidate.name: candidate for candidate in candidates}
     names, rounds = list(known), list[Round]()
     for rung in rungs:
-        before, results = tuple(rounds), dict[str, Result]()
-        while names:
-            for result in _trials(
-                [known[name] for name in names], rung, trials, budget, display, results.get(BASELINE)
-            ):
-                results[result.name] = result
-            rounds = [*before, Round(rung, results)] if results else rounds
-            stopped = _stopped(results, names, rung)
-            if stopped is not None:
-                return Outcome(tuple(rounds), *stopped)
-            names = [] if promoted(rounds[-1], metric) else reserve(before, results, metric)
+        tried = _trials([known[name] for name in names], rung, trials, budget, display)
+        results = {result.name: result for result in tried}
+        if results:
+            rounds.append(Round(rung, results))
+        stopped = _stopped(results, names, rung)
+        if stopped is not None:
+            return Outcome(tuple(rounds), *stopped)
         names = [BASELINE, *promoted(rounds[-1], metric)]
         if len(names) == 1:
             break
@@ -130,19 +241,16 @@ def _trials(
     trials: Trials,
     budget: Budget,
     display: Display,
-    baseline: Result | None,
 ) -> Iterator[Result]:
-    """Yield results in order until the baseline fails or time is up.
-
-    `baseline` is the result of the baseline in this rung, if it has been tried already.
-    """
+    """Yield results in order until the baseline fails or time is up."""
+    baseline: Result | None = None
     for candidate in candidates:
         found = trials.find(candidate, rung)
         if found is None and budget.left() <= 0:
             return
         display.begin(candidate, rung, trials.directory(candidate, rung) / LOG)
         longest = math.inf if baseline is None else AS_LONG * baseline.seconds + STARTUP
-        seconds = min(longest, budget.trial, budget.left())
+        seconds = min(longest, budget.left())
         result = found or _timely(trials.run(candidate, rung, seconds, display.steps), budget)
         display.end(result, rung, again=found is not None)
         yield result
@@ -153,11 +261,9 @@ def _trials(
 
 def _timely(result: Result, budget: Budget) -> Result:
     """Return the result as failed if the trial was stopped for its own slowness, with budget left."""
+    is_slow = result.status == "stopped" and budget.left() > 0
     limit = f"took more than {AS_LONG:g} times as long as uncompressed training"
-    if result.seconds >= budget.trial:
-        limit = f"took longer than --trial-timeout, {_duration(budget.trial)}"
-    ran_out = result.status == "stopped" and budget.left() > 0
-    return replace(result, status="failed", error=limit) if ran_out else result
+    return replace(result, status="failed", error=limit) if is_slow else result
 
 
 def _stopped(results: Mapping[str, Result], names: Sequence[str], rung: Rung) -> tuple[str, Result | None] | None:

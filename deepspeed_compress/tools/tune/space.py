@@ -68,18 +68,10 @@ class Candidate:
         return brief(self.config.gradients) + (f", weights {brief(weights)}" if weights.method != "none" else "")
 
 
-@dataclass(frozen=True)
-class Excluded:
-    """Candidate that is not tried, and the reason."""
-
-    name: str
-    reason: str
-
-
 def find_candidates(
     ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None
-) -> tuple[list[Candidate], list[Excluded]]:
-    """Return the candidates and those that are left out.
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the candidates, and the reasons for those that are left out by name.
 
     The baseline comes first, then the section of the file if it compresses, then the patches applied to that section. A
     patch is left out if it contradicts the file or equals an earlier candidate.
@@ -91,13 +83,13 @@ def find_candidates(
     written: Mapping[str, Any] = with_preset(ds_config) or {}
     sections = {FILE: written} if SECTION in ds_config else {}
     sections |= {name: _patched(written, patch) for name, patch in (patches or _built_in(ds_config)).items()}
-    kept, left = [_baseline(written)], []
+    kept, left = [_baseline(written)], dict[str, str]()
     for name, section in sections.items():
         reason = _reason(ds_config, section) or _same(Candidate(name, section), kept)
         if patches is None and name != FILE and not reason:
             reason = str(find_unknown_momentum(ds_config, Candidate(name, section).config) or "")
         if reason:
-            left.append(Excluded(name, reason))
+            left[name] = reason
         else:
             kept.append(Candidate(name, section))
     return kept, left

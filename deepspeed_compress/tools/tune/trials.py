@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import end_groups
-from deepspeed_compress.tools.run_directory import read_statistics
-from deepspeed_compress.tools.run_files import read_lines
-from deepspeed_compress.tools.tune.halving import Result, Rung
+from deepspeed_compress.tools.run_directory import read_lines, read_statistics
 from deepspeed_compress.tools.tune.space import Candidate
 
 TRIAL = "deepspeed_compress_trial"
@@ -39,6 +37,54 @@ _LOGGERS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Loggers of DeepSpeed. They are disabled, because a trial is not one of the user's runs."""
 _LATER = ("guard", "adaptive", "auto")
 """Keys of the section that change settings during a run. A trial must measure the settings it is for."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Trials of equal length.
+
+    Attributes:
+        number: Number of the rung, from 1.
+        steps: Optimizer steps of each trial.
+        gap: Largest allowed loss gap to the baseline, as a fraction.
+        slack: Fraction by which the metric may be above the baseline's.
+    """
+
+    number: int
+    steps: int
+    gap: float
+    slack: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a trial. Figures are NaN if it did not finish.
+
+    Attributes:
+        name: Name of the candidate.
+        status: Whether the trial finished, failed, or was stopped because time was up.
+        loss: Mean loss over the last part of the steps.
+        step_ms: Median milliseconds per step.
+        bytes: Mean bytes of all kinds that one rank sends per step.
+        cosine: Mean cosine between decoded and true gradients, or None if it was not sampled.
+        seconds: Duration of the whole trial.
+        error: Reason for a failure.
+        tail: Last lines of the log.
+    """
+
+    name: str
+    status: Literal["finished", "failed", "stopped"]
+    loss: float = math.nan
+    step_ms: float = math.nan
+    bytes: float = math.nan
+    cosine: float | None = None
+    seconds: float = 0.0
+    error: str = ""
+    tail: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
 
 
 @dataclass(frozen=True)

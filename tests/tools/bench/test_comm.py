@@ -1,10 +1,9 @@
-"""`bench comm`: collectives and compressed activations, and the rows, tables and picture of their times."""
+"""`bench comm`: collectives and compressed activations, and the rows and tables of their times."""
 
 import contextlib
 import io
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench import comm, step
-from deepspeed_compress.tools.bench.comm import RANK_PROGRAM, crossover_table, plot_comm, table_of, verdicts
-from deepspeed_compress.tools.bench.comm_rank import BITS, COLLECTIVES, measure_messages
+from deepspeed_compress.tools.bench.comm import crossover_table, table_of, verdicts
 from deepspeed_compress.tools.bench.gauges import join
-from deepspeed_compress.tools.bench.jobs import EmulatedRanks, LaunchedRanks
+from deepspeed_compress.tools.bench.jobs import LaunchedRanks
+from deepspeed_compress.tools.bench.rank import BITS, COLLECTIVES, measure_messages
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -88,12 +85,6 @@ def test_the_table_shows_fits_and_use_of_the_link(rate: str | None, link: str) -
     assert cells == ["exchange", "1.00", "10.0", link, "2", "%", "1.20", "53.43"]
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    file = tmp_path / "comm.png"
-    plot_comm([line("exchange", "1gbit"), line("exchange", "100mbit"), line("all_reduce", "1gbit")], "two ranks", file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 @measures_links
 @pytest.mark.slow
 def test_the_exchange_fills_an_emulated_link(tmp_path: Path) -> None:
@@ -117,40 +108,10 @@ def is_filled(shares: dict[str, float]) -> bool:
     return 0.8 < shares["exchange"] < 1.1 and 0.4 < shares["reduce_scatter_tensor"] < 0.6
 
 
-class FailingRanks(EmulatedRanks):
-    """Ranks whose program fails, and that print when they are closed."""
-
-    def run(self, program: str, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-        raise ConfigError("no such device")
-
-    def __exit__(self, *error: object) -> None:
-        print("closed")
-
-
-@pytest.mark.parametrize(
-    ("module", "command"),
-    [(comm, ["bench", "comm"]), (step, ["bench", "step", "--config", "configs/zero2_int4.json", "--output", "{}"])],
-)
-def test_ranks_are_closed_if_their_program_fails(
-    module: ModuleType, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setattr(module, "find_ranks", lambda emulation, timeout, _: FailingRanks(emulation, timeout))
-    assert main([*(one.format(tmp_path / "rows.json") for one in command), "--emulate", "2,1gbit"]) == 1
-    out, err = capsys.readouterr()
-    assert out.endswith("closed\n")
-    assert "no such device" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sizes", "4K", "4096"], "--sizes [4096, 4096]: latency and bandwidth need at least two different sizes"),
-        (["--kind", "tensor", "--emulate", "2,1gbit", "--plot", "comm.png"], "--plot: draws collectives only"),
-    ],
-)
-def test_wrong_options_are_refused(options: list[str], message: str, capsys: Captured) -> None:
-    assert main(["bench", "comm", *options]) == 1
-    assert message in capsys.readouterr().err
+def test_a_fit_needs_two_sizes(capsys: Captured) -> None:
+    assert main(["bench", "comm", "--sizes", "4K", "4096"]) == 1
+    text = "--sizes [4096, 4096]: latency and bandwidth need at least two different sizes"
+    assert text in capsys.readouterr().err
 
 
 def message(numel: int, bits: int, compressed: float, rate: float) -> dict[str, Any]:
@@ -190,7 +151,8 @@ def measured_activations(rank: int, kind: str) -> tuple[list[dict[str, Any]], st
     """Return the rows and the output of a rank."""
     printed = io.StringIO()
     with LaunchedRanks() as ranks, contextlib.redirect_stdout(printed):
-        rows, _ = ranks.run(RANK_PROGRAM, {"kind": kind, "rates": ranks.rates, "sizes": [4096, 8192]})
+        job = {"measure": "activations", "kind": kind, "rates": ranks.rates, "sizes": [4096, 8192]}
+        rows, _ = ranks.run([job])
     return rows, printed.getvalue()
 
 

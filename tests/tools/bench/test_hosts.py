@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
-from deepspeed_compress.tools.bench.hosts import Cluster, _Reader, end_groups
+from deepspeed_compress.tools.bench.hosts import Cluster, _Reader
 from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
 from tests.support.hosts import measures_links, needs_hosts
 
@@ -57,26 +55,6 @@ def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatc
         check_machine()
 
 
-class Unkillable(subprocess.Popen[bytes]):
-    """Process that the kernel does not end, as if it waited for a device."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert timeout is not None
-        raise subprocess.TimeoutExpired("stuck", timeout)
-
-    def poll(self) -> int | None:
-        return None
-
-
-def test_a_process_that_cannot_be_killed_is_left_over_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    stuck = Unkillable([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
-    end_groups([stuck, ended], patience=5)
-    assert ended.returncode is not None
-    assert f"killed processes still run after 5 s: [{stuck.pid}]" in capsys.readouterr().err
-    assert subprocess.Popen.wait(stuck, 10) == -signal.SIGTERM
-
-
 def test_a_process_can_write_although_nobody_reads_what_this_program_prints() -> None:
     def gone(line: str) -> None:
         raise BrokenPipeError
@@ -86,11 +64,6 @@ def test_a_process_can_write_although_nobody_reads_what_this_program_prints() ->
     reader = _Reader(process, gone)
     assert process.wait(60) == 0
     assert reader.text().count("line") == 100_000
-
-
-def test_hosts_do_not_set_variables_of_agents() -> None:
-    """Checkpoints in memory use these variables to place copies."""
-    assert {AGENT, HOSTS, MEMORY, RESUME}.isdisjoint(Cluster(2).environment(0))
 
 
 LISTEN = (

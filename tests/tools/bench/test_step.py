@@ -1,10 +1,8 @@
-"""`bench step`: rows of its file, ratios, tables, pictures, and whole runs on two emulated hosts."""
+"""`bench step`: rows of its file, ratios, tables, and whole runs on two emulated hosts."""
 
 import argparse
-import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +13,17 @@ from rich.console import Console
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import ConfigError, UnsupportedError, install_command
-from deepspeed_compress.tools.bench.jobs import new_document, read_document, save_document
-from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
-from deepspeed_compress.tools.bench.step_results import FORMS, TRACES, plot_steps, same_work, step_table
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.jobs import new_document, read_document
+from deepspeed_compress.tools.bench.step import (
+    FORMS,
+    TRACES,
+    merge,
+    missing_rates,
+    step_table,
+    steps_at,
+)
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
-from deepspeed_compress.tools.plots import check_plotting
 from tests.support.hosts import measures_links, needs_hosts
 
 ROOT = Path(__file__).parents[3]
@@ -110,16 +113,6 @@ def test_bytes_of_deepspeed_are_predicted_only_by_comparable_rows(section: dict[
     assert "predicted" not in found["deepspeed"]["bytes"]
 
 
-def test_newer_rows_replace_older_ones_and_their_ratios() -> None:
-    document = new_document()
-    merge(document, run_rows())
-    merge(document, run_rows(slower=2.0)[:1])
-    found = by_name(document)
-    assert len(document["rows"]) == 3
-    assert found["deepspeed"]["of_compute_only"] == pytest.approx(8.0)
-    assert found["zero1_int8"]["speedup"] == pytest.approx(2.0)
-
-
 def test_only_rates_with_missing_rows_are_measured() -> None:
     document = new_document()
     merge(document, run_rows())
@@ -127,27 +120,6 @@ def test_only_rates_with_missing_rows_are_measured() -> None:
     steps: dict[str | None, int] = {"1gbit": 7, "100mbit": 3}
     assert missing_rates(document["rows"], GROUP, 2, steps) == {"100mbit": 3}
     assert missing_rates(document["rows"], GROUP, 4, steps) == steps
-
-
-def test_a_mirror_does_not_stand_for_a_network() -> None:
-    document, steps = new_document(), {None: 7}
-    mirrored = [one | {"mirror": True} for one in run_rows(None)]
-    merge(document, mirrored)
-    assert missing_rates(document["rows"], GROUP, 2, steps, mirror=True) == {}
-    assert missing_rates(document["rows"], GROUP, 2, steps) == steps
-    merge(document, run_rows(None, slower=2.0))
-    assert len(document["rows"]) == 6
-    assert {same_work(one) for one in document["rows"]} == {same_work(mirrored[0]), same_work(run_rows(None)[0])}
-
-
-def test_a_saved_file_is_read_back(tmp_path: Path) -> None:
-    document, file = new_document(), tmp_path / "new" / "rows.json"
-    merge(document, run_rows())
-    save_document(document, file)
-    again = read_document(file)
-    assert again == document
-    assert missing_rates(again["rows"], GROUP, 2, {"1gbit": 1}) == {}
-    assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"hosts": 2}]}'])
@@ -197,20 +169,6 @@ def test_shares_of_traces_have_a_table() -> None:
     assert cells == {"compute-only": [], "deepspeed": ["-"] * 4, "zero1_int8": ["25.0", "12.5", "1.0", "-"]}
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    document = new_document()
-    merge(document, [*run_rows(), *run_rows("100mbit", slower=10.0)])
-    file = tmp_path / "new" / "steps.png"
-    plot_steps(document["rows"], file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=re.escape(install_command("plot"))):
-        check_plotting("--plot")
-
-
 @pytest.fixture
 def torchrun(port: str) -> tuple[str, ...]:
     """Arguments of Python that start two processes with torchrun."""
@@ -230,9 +188,9 @@ def bench(
 @measures_links
 @pytest.mark.slow
 def test_bytes_on_the_interface_match_the_statistics(tmp_path: Path) -> None:
-    output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    output = tmp_path / "bench.json"
     peers = ("--peers", "deepspeed", "ddp", "ddp-bf16", "ddp-powersgd1", "fsdp2")
-    arguments = ("--config", "configs/zero2_int4.json", *peers, "--emulate", "2,200mbit", "--plot", str(picture))
+    arguments = ("--config", "configs/zero2_int4.json", *peers, "--emulate", "2,200mbit")
     first = bench(output, *arguments)
     assert first.returncode == 0, first.stdout + first.stderr
     rows = by_name(json.loads(output.read_text()), "200mbit")
@@ -246,7 +204,6 @@ def test_bytes_on_the_interface_match_the_statistics(tmp_path: Path) -> None:
     split = rows["zero2_int4"]["split_ms"]
     assert min(split.values()) > 0
     assert sum(split.values()) == pytest.approx(1e3 * rows["zero2_int4"]["step_s"]["median"], rel=0.3)
-    assert picture.is_file()
     again = bench(output, *arguments)
     assert f"already in {output}" in again.stdout
 
@@ -299,29 +256,9 @@ def test_one_rank_and_its_images_are_measured_and_traced(tmp_path: Path) -> None
     assert "encode  decode  exchange  idle" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_computed_network_makes_steps_longer_and_compression_worth_it(tmp_path: Path) -> None:
-    output = tmp_path / "bench.json"
-    network = ("--mirror", "4", "--ranks-per-node", "2", "--rate", "1gbit", "50mbit", "--steps", "3")
-    done = bench(output, "--config", "configs/zero2_int4.json", *network, model="configs/models/gpt_1m.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "(computed network, measured device)" in done.stdout
-    document = json.loads(output.read_text())
-    seconds = {
-        (one["rate"], one["contender"]["name"]): one["step_s"]["median"]
-        for one in document["rows"]
-        if one["mirror"] == "2 on a node"
-    }
-    # Each node sends 4.6 MB of gradients one and a half times.
-    assert seconds["50mbit", "deepspeed"] > seconds["1gbit", "deepspeed"] + 0.8
-    assert seconds["50mbit", "zero2_int4"] < 0.5 * seconds["50mbit", "deepspeed"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zero2_int4.json", "--ranks-per-node", "2"), "--rate: is missing"),
-        (("zero2_int4.json", "--rate", "1gbit", "--ranks-per-node", "3"), "4 ranks do not fill nodes of 3"),
         (("zero2_int4.json", "--peers", "ddp", "fsdp2"), "--mirror: --peers ddp fsdp2 cannot be mirrored"),
         (("pipeline2_zero1_int4.json",), "--mirror: all ranks hold the same layers"),
     ],
@@ -334,10 +271,3 @@ def test_settings_that_a_mirror_lacks_are_refused(
     command = ["bench", "step", "--config", str(ROOT / "configs" / config), *others, "--output", output]
     assert main([*command, "--mirror", "4"]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_a_computed_network_is_that_of_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(ROOT / "configs" / "zero2_int4.json")
-    command = ["bench", "step", "--config", file, "--rate", "1gbit", "--output", str(tmp_path / "bench.json")]
-    assert main(command) == 1
-    assert "--rate: computes the network of --mirror N" in capsys.readouterr().err

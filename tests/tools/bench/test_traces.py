@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.tools.bench.gauges import SHARES, STEP, covered, shares
-from deepspeed_compress.tools.bench.step_results import SHARES as COLUMNS
+from deepspeed_compress.tools.bench.gauges import SHARES, STEP, shares
+from deepspeed_compress.tools.bench.step import SHARES as COLUMNS
 
 
 def span(name: str, cat: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
@@ -32,9 +32,3 @@ def test_shares_of_a_step() -> None:
     expected = dict(zip(SHARES, (0.06, 0.01, 0.2, 0.3), strict=True))
     assert shares(EVENTS, on_gpu=True) == pytest.approx(expected)
     assert shares(EVENTS, on_gpu=False)["encode"] == pytest.approx(0.5)
-
-
-def test_time_that_is_shared_counts_once() -> None:
-    spans = [span("", "", 0, 10), span("", "", 2, 3), span("", "", 8, 4), span("", "", 20, 1)]
-    assert covered(spans) == 13
-    assert covered([]) == 0

@@ -114,11 +114,6 @@ def test_the_batch_follows_the_configuration_or_the_option(
     assert (group.workload.micro_batch, group.workload.accumulation) == expected
 
 
-def test_a_file_without_a_batch_is_refused(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu is 'auto'; .*--micro-batch N"):
-        groups([write("auto", {}, train_micro_batch_size_per_gpu="auto")])
-
-
 def test_a_file_without_the_section_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 2}')
@@ -140,27 +135,7 @@ def test_each_process_computes_an_equal_share(
     assert count * size * pipeline == micro_batch * accumulation
 
 
-def test_ranks_that_divide_sequences_share_a_batch(write: Write) -> None:
-    path = write("parts", {}, sequence_parallel_size=2)
-    [group] = groups([path], "deepspeed")
-    assert group.workload.sequence == 2
-    assert replace(group.workload, micro_batch=4, accumulation=1).share == (1, 2)
-    with pytest.raises(ConfigError, match="--peers ddp: cannot divide sequences"):
-        groups([path], "ddp")
-
-
 def test_a_batch_that_ranks_cannot_share_is_refused(write: Write) -> None:
     [group] = groups([write("plain", {})])
     with pytest.raises(ConfigError, match="3 sequences x 1 micro-batches are not a multiple of the 2 ranks"):
         _ = replace(group.workload, micro_batch=3, pipeline=2).share
-
-
-def test_a_group_survives_json(write: Write) -> None:
-    [group] = groups([write("plain", {"parallelism": {"pipeline": 2, "partition": "uniform"}})], "deepspeed", "ddp")
-    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
-
-
-def test_an_invalid_section_is_reported_with_its_file(write: Write) -> None:
-    files = [write("good", {}), write("wrong", {"gradients": {"bit": 4}})]
-    with pytest.raises(ConfigError, match=r"^--config .*wrong.json: 1 problem .*\n.*/gradients/bit: unknown key"):
-        groups(files)

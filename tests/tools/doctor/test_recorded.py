@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.case import Case, read_run
 from deepspeed_compress.tools.doctor.command import Diagnosis, diagnose
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rules import RULES
-from deepspeed_compress.tools.doctor.run import read_run
 
 RUNS = Path(__file__).parent / "runs"
 FAULTS = {
@@ -64,7 +63,6 @@ def test_planted_fault_is_the_first_finding_and_has_a_patch_if_a_setting_helps(n
     lines = diagnosis.case.run.steps
     assert first.place.steps is not None
     assert lines[0]["step"] <= first.place.steps[0] <= first.place.steps[1] <= lines[-1]["step"]
-    assert diagnosis.obstacles == {}
     for one in diagnosis.diagnostics:
         assert one.patch is None or find_problems(apply(diagnosis.case.run.config, one.patch)) == []
 

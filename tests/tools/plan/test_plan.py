@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
-from deepspeed_compress.tools.plan import CANDIDATES, Interval, fitting, intervals, plans
+from deepspeed_compress.tools.plan import Interval, fitting, intervals, plans
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
@@ -29,33 +29,13 @@ def test_intervals_cover_training_without_gaps() -> None:
     assert all(before.bits > after.bits for before, after in itertools.pairwise(found[:18]))
 
 
-def test_an_endless_schedule_has_no_last_step() -> None:
-    assert intervals({"deepspeed_compress": {}}, None) == [Interval(0, None, "blockwise bits=8", 8.125)]
-
-
-def test_bits_that_depend_on_shapes_are_unknown() -> None:
-    [interval] = intervals({"deepspeed_compress": {"gradients": {"method": "powersgd"}}}, 5)
-    assert (interval.last, interval.bits) == (4, None)
-
-
-def test_plan_schedule_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    file, picture = tmp_path / "ds.json", tmp_path / "plan.png"
+def test_plan_schedule_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
     file.write_text(json.dumps({"deepspeed_compress": SECTION}))
     assert main(["plan", "schedule", str(file)]) == 1
     assert "--steps" in capsys.readouterr().err
-    assert main(["plan", "schedule", str(file), "--steps", "10000", "--output", str(picture)]) == 0
+    assert main(["plan", "schedule", str(file), "--steps", "10000"]) == 0
     assert "topk density=0.02" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["plan", "schedule", str(file), "--steps", "10000", "--output", f"{tmp_path}/plan.xyz"]) == 1
-    assert "plan.xyz: is not a picture file (allowed: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("half", "bits"), [({"bfloat16": {"enabled": True}}, 16), ({"bf16": "auto"}, 32), ({}, 32)])
-def test_uncompressed_gradients_have_the_bits_of_the_precision(half: dict[str, Any], bits: float) -> None:
-    """DeepSpeed has two names for bf16. A value that is not an object is left to the linter."""
-    [interval] = intervals({**half, "deepspeed_compress": {"gradients": {"method": "none"}}}, 5)
-    assert interval.bits == bits
 
 
 def islands(**settings: Any) -> Islands:
@@ -111,38 +91,6 @@ def planned(file: Path, islands: Any, *options: str, **rest: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--hosts", "1"), "argument --hosts: '1' is not an integer from 2 up: a single island exchanges nothing"),
-        (("--bandwidth=-5mbit",), "argument --bandwidth: rate '-5mbit': write a number and a unit, such as"),
-        (("--step", "0"), "'0' is not a positive number"),
-    ],
-)
-def test_invalid_options_are_usage_errors(
-    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        planned(tmp_path / "ds.json", {"size": 1}, *options)
-    assert ended.value.code == 2
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        ("0", "--model 0: has no parameters to exchange (allowed: a number from 1 up"),
-        ("0.0001k", "--model 0.0001k: has no parameters"),
-        ("1.2.3M", "--model 1.2.3M: No such file or directory. Write the config.json"),
-    ],
-)
-def test_a_model_without_parameters_is_refused(
-    model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planned(tmp_path / "ds.json", {"size": 1}, "--model", model) == 1
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("sync_every", "row"), [(7, "7 .*<- written"), ("30 s", '60 .*<- "30 s"'), ("0.1 s", '1 .*<- "0.1 s"')]
 )
 def test_the_configured_interval_is_in_the_table(
@@ -153,27 +101,12 @@ def test_the_configured_interval_is_in_the_table(
     assert re.search(row, capsys.readouterr().out)
 
 
-def test_intervals_that_the_section_forbids_are_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sync_every` 1 would cost nothing here."""
-    for settings, first in (({"fragments": 4}, 5), ({"fragments": 2, "delay": 9}, 10)):
-        assert planned(tmp_path / "ds.json", {"size": 1, **settings}, "--bandwidth", "9000000gbit") == 0
-        output = capsys.readouterr().out
-        assert f"sync_every {first} costs" in output
-        rows = re.findall(r"^ +([0-9]+) ", output, re.MULTILINE)
-        assert [int(row) for row in rows] == [one for one in CANDIDATES if one >= first]
-
-
 def test_max_rate_limits_the_planned_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = {"communication": {"max_rate": "10 Mbit/s"}}
     assert planned(tmp_path / "ds.json", {"size": 1, "exchange": {"method": "none"}}, section=section) == 0
     output = capsys.readouterr().out
     assert "10 Mbit/s (communication.max_rate)" in output
     assert re.search(r"^ +1 +4 +3.2 ", output, re.MULTILINE)
-
-
-def test_second_moments_add_four_bytes_per_block() -> None:
-    found = (plans(islands(second_moments={"block_size": size}), 2, 1_000_000, 1e8, 1.0)[0] for size in (1, 128))
-    assert [plan.bytes_a_step for plan in found] == pytest.approx([8e6, 4e6 * (1 + 1 / 128)])
 
 
 def test_parameters_of_a_model_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,16 +122,3 @@ def test_parameters_of_a_model_are_counted(tmp_path: Path, capsys: pytest.Captur
     assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}, "--model", str(model)) == 1
     assert "write the number of all others" in capsys.readouterr().err
     assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}) == 0
-
-
-def test_a_plan_marks_settings_outside_the_measured_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps({"deepspeed_compress": {"islands": {"by_host": True, "sync_every": 10}}}))
-    usual = ["plan", "islands", str(file)]
-    assert main([*usual, "--model", "10M", "--hosts", "4", "--bandwidth", "100mbit"]) == 0
-    assert "not measured" not in capsys.readouterr().out
-    assert main([*usual, "--model", "7B", "--hosts", "8", "--bandwidth", "100gbit"]) == 0
-    output = capsys.readouterr().out.replace("\n", " ")
-    assert "not measured: 7G parameters (measured: 2.2M to 10.5M); 8 islands (measured: 2 to 4); 100G bit/s" in output
-    assert main([*usual, "--model", "10M", "--hosts", "2", "--bandwidth", "10mbit", "--step", "1"]) == 0
-    assert "not measured: 100 steps (measured: 1 to 30)" in capsys.readouterr().out

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools import plan_machine
-from deepspeed_compress.tools.plan_machine import Machine, find_machine, find_network
+from deepspeed_compress.tools import plan_job
+from deepspeed_compress.tools.plan_job import Machine, find_machine, find_network
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}
 
@@ -46,7 +46,7 @@ def test_a_hostfile_names_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "hostfile"
     file.write_text("# two nodes\nnode1 slots=8\nnode2 slots=8  # rack 2\n")
     assert sizes(find_machine(file, {})) == ("A100-80", 16, 8)
-    monkeypatch.setattr(plan_machine, "HOSTFILE", file)
+    monkeypatch.setattr(plan_job, "HOSTFILE", file)
     assert sizes(find_machine(None, {})) == ("A100-80", 16, 8)
     for text, problem in (("node1 slots=8\nnode2 slots=4\n", "different numbers"), ("node1\n", "has no line")):
         file.write_text(text)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.monitor import Journal
-from deepspeed_compress.tools.doctor.run import read_run
+from deepspeed_compress.tools.doctor.case import read_run
 from deepspeed_compress.tools.report import load_runs
-from deepspeed_compress.tools.report.timeline import event_rows
+from deepspeed_compress.tools.report.runs import event_rows
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
 from deepspeed_compress.tools.tune.trials import MONITOR, steps_done
 from tests.support.runs import trainer_run, write_lines
@@ -91,20 +91,6 @@ def test_of_two_processes_from_one_checkpoint_the_last_counts(tmp_path: Path) ->
     assert kinds(tmp_path) == ["event of 20"]
 
 
-def test_a_resumed_process_without_measurements_keeps_earlier_steps(tmp_path: Path) -> None:
-    Process(tmp_path, "a", 0).measure(*range(1, 31))
-    Process(tmp_path, "a", 10, since=20).add_event(22, "anomaly")
-    assert steps(tmp_path) == list(range(1, 21))
-    assert kinds(tmp_path) == ["anomaly"]
-
-
-def test_a_run_interrupted_by_another_is_read_whole(tmp_path: Path) -> None:
-    Process(tmp_path, "a", 0).measure(*range(1, 11))
-    Process(tmp_path, "b", 10).measure(*range(1, 16))
-    Process(tmp_path, "a", 20, since=10).measure(11, 12)
-    assert steps(tmp_path) == list(range(1, 13))
-
-
 def test_a_rollback_in_one_process_keeps_its_event(tmp_path: Path) -> None:
     process = Process(tmp_path, "a", 0)
     process.measure(*range(1, 31))
@@ -136,27 +122,10 @@ def test_checkpoints_of_an_older_longer_run_are_ignored(tmp_path: Path) -> None:
     assert load_runs(tmp_path, None)[0].status == "still running: step 10 of 20"
 
 
-def test_steps_after_the_last_measured_one_belong_to_the_run(tmp_path: Path) -> None:
-    trainer_run(tmp_path, "checkpoint-14", 14)
-    Process(tmp_path, "b", 0).measure(5, 10)
-    assert read_directory(tmp_path).trainer is not None
-    trainer_run(tmp_path, "checkpoint-15", 15)
-    trainer = read_directory(tmp_path).trainer
-    assert trainer is not None
-    assert trainer["global_step"] == 14
-
-
 def test_steps_of_a_trial_are_those_of_its_last_process(tmp_path: Path) -> None:
     Process(tmp_path / MONITOR, "a", 0).measure(5, 10, 15)
     Process(tmp_path / MONITOR, "b", 10).measure(5)
     assert steps_done(tmp_path) == 5
-
-
-def test_the_csv_monitor_shows_only_a_shorter_second_run(tmp_path: Path) -> None:
-    heading = "step,train_loss\n"
-    text = heading + "8,5\n16,4\n24,3\n32,2\n" + heading + "8,9\n16,8\n"
-    (tmp_path / "Train_Samples_train_loss.csv").write_text(text)
-    assert load_runs(tmp_path, None)[0].column("train_loss") == {1: 9.0, 2: 8.0}
 
 
 @pytest.mark.parametrize("reader", [read_run, lambda directory: load_runs(directory, None)])

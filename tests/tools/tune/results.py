@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from deepspeed_compress.tools.tune.halving import Result, Round, Rung
+from deepspeed_compress.tools.tune.search import Result, Round, Rung
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 
 LAST = Rung(1, 30, gap=0.01, slack=0.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_compress.tools.tune.halving import (
+from deepspeed_compress.tools.tune.search import (
     Result,
     Rung,
     best,
@@ -13,7 +13,6 @@ from deepspeed_compress.tools.tune.halving import (
     make_rungs,
     promoted,
     reasons,
-    reserve,
 )
 from tests.tools.tune.results import BASE, LAST, a_round, result
 
@@ -60,15 +59,6 @@ def test_dominated_candidates_are_dropped() -> None:
     assert reasons(found, "step_time") == {"a": "", "b": "a is as good in everything", "c": ""}
 
 
-def test_one_that_is_out_dominates_nobody() -> None:
-    found = a_round(result("a", 0.02, 50, 50), result("b", 0.005, 90, 90))
-    assert promoted(found, "step_time") == ["b"]
-
-
-def test_equals_do_not_dominate_each_other() -> None:
-    assert set(promoted(a_round(result("a", 0, 90), result("b", 0, 90)), "step_time")) == {"a", "b"}
-
-
 def test_the_best_third_is_promoted_in_order() -> None:
     # Candidates with more bytes are faster and have a smaller loss, so none dominates another.
     tried = [result(f"c{n}", 0.009 - n / 1000, 90 - n, 100 + n) for n in range(7)]
@@ -99,14 +89,3 @@ def test_a_trial_that_time_has_ended_says_nothing() -> None:
     assert best([first, second], 0.005, "step_time") == (first, first.results["a"])
     unfinished = a_round(rung=LAST, baseline=Result("none", "stopped"))
     assert best([first, unfinished], 0.005, "step_time") == (first, first.results["a"])
-
-
-def test_the_reserve_has_the_candidates_without_fault_that_were_not_promoted() -> None:
-    first = a_round(*(result(f"c{n}", 0.0, 50 + n, 100 - n) for n in range(5)), result("bad", 0.5, 10))
-    second = a_round(result("c0", 0.2, 50), result("c1", 0.2, 51), rung=replace(LAST, number=2, steps=90))
-    assert promoted(first, "step_time") == ["c0", "c1"]
-    assert promoted(second, "step_time") == []
-    assert reserve([first], second.results, "step_time") == ["c2", "c3"]
-    assert reserve([first], [*second.results, "c2", "c3"], "step_time") == ["c4"]
-    assert reserve([first, second], ["none"], "step_time") == ["c2", "c3"]
-    assert reserve([], first.results, "step_time") == []

@@ -13,7 +13,7 @@ from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.tune import trials
-from deepspeed_compress.tools.tune.halving import Result
+from deepspeed_compress.tools.tune.search import Result
 from deepspeed_compress.tools.tune.space import SPACE, Candidate, find_candidates
 from deepspeed_compress.tools.tune.trials import (
     TRIAL,
@@ -37,12 +37,6 @@ def test_the_file_is_replaced_whatever_names_it(option: str) -> None:
     given = ["--num_gpus", "2", "train.py", *option.split(), "--lr", "1"]
     expected = option.replace("./ds.json", "ds.json").replace("ds.json", str(FILE))
     assert with_config(given, Path("ds.json"), FILE) == ["--num_gpus", "2", "train.py", *expected.split(), "--lr", "1"]
-
-
-def test_it_may_be_the_launchers(tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
-    given = ["--use_deepspeed", "--deepspeed_config_file", str(config), "train.py", "--deepspeed", "another.json"]
-    assert with_config(given, config, FILE) == [*given[:2], str(FILE), *given[3:]]
 
 
 def test_the_error_for_a_command_without_the_file_names_the_remedy() -> None:
@@ -99,14 +93,6 @@ def test_warming_up_is_a_fifth_of_a_trial_at_most(asked: int, steps: int, given:
     assert found["gradients"]["density_warmup_steps"] == given
 
 
-def test_nothing_changes_settings_during_a_trial_and_the_baseline_has_no_cosine() -> None:
-    schedule = {"phases": [{"until": 0.5}, {"gradients": {"bits": 8}}], "total_steps": 9, "ramp": {"steps": 3}}
-    found = config_of({"guard": {}, "schedule": schedule})[SECTION]
-    assert "guard" not in found
-    assert found["schedule"] == {"warmup_steps": 0}
-    assert "cosine_every" not in config_of({"gradients": {"method": "none"}})[SECTION]["monitor"]
-
-
 def test_every_candidate_has_a_valid_file() -> None:
     own = {**DS_CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.0, 0.9]}}}
     kept, _ = find_candidates(own)
@@ -148,10 +134,3 @@ def test_only_finished_trials_with_the_same_file_are_reused(tmp_path: Path) -> N
     assert finished_before(tmp_path, {"a": 2}) is None
     write_json(tmp_path / trials.RESULT, asdict(Result("a", "failed", error="out of memory")))
     assert finished_before(tmp_path, {"a": 1}) is None
-
-
-@pytest.mark.parametrize("text", ['{"name": "int4", "unknown": 1, "tail": []}', "[]", "{}", "{", '{"tail": null}'])
-def test_a_result_of_another_version_is_measured_again(text: str, tmp_path: Path) -> None:
-    write_json(tmp_path / "ds_config.json", DS_CONFIG)
-    (tmp_path / "result.json").write_text(text)
-    assert finished_before(tmp_path, DS_CONFIG) is None

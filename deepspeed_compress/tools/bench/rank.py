@@ -1,9 +1,18 @@
-"""One rank of `bench comm`. It times each collective, or activations, at each size and rate."""
+"""Program of a rank: it joins the others and measures what its jobs ask for, at the same time as they do.
 
+The jobs of `bench step` are in `step_rank`. Here are those of `bench comm` (collectives and activations), and the
+probes of `plan cluster`: matrix products, copies, kernels, and collectives.
+"""
+
+import json
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +24,8 @@ from deepspeed_compress.backends.activations.crossover import Kind
 from deepspeed_compress.backends.activations.crossover import measure as measure_message
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.policy.alpha_beta import fit
-from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, rank_main
+from deepspeed_compress.tools.bench import gauges, kernels, step_rank
+from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, ignore, print_progress
 from deepspeed_compress.tools.bench.links import set_own_rate
 
 Group = Any
@@ -87,14 +96,6 @@ BATCH_SECONDS, MOST_CALLS = 0.3, 100
 """Target duration of a batch, in which short messages are repeated, and the maximum number of calls in it."""
 
 
-def measure(job: Row, emit: Emit, log: Log) -> None:
-    """Measure messages among all ranks. `job` holds their kind, the rates of links, and the sizes in bytes."""
-    if job["kind"] == "collectives":
-        measure_messages(job["rates"], job["sizes"], emit, log)
-    else:
-        measure_activations(job["kind"], job["rates"], job["sizes"], emit, log)
-
-
 def measure_messages(
     rates: Sequence[str | None],
     sizes: Sequence[int],
@@ -123,7 +124,9 @@ def _row(
     ranks = dist.get_world_size(group)
     whole = [max(1, size // ranks) * ranks for size in sizes]
     seconds = [
-        _seconds(collective.prepare(torch.zeros(size, dtype=torch.uint8, device=gauges.device()), group), batch_seconds)
+        _seconds_of_batches(
+            collective.prepare(torch.zeros(size, dtype=torch.uint8, device=gauges.device()), group), batch_seconds
+        )
         for size in whole
     ]
     sent = [collective.sent(size, ranks) for size in whole]
@@ -140,7 +143,7 @@ def _row(
     }
 
 
-def _seconds(call: Callable[[], object], batch_seconds: float) -> float:
+def _seconds_of_batches(call: Callable[[], object], batch_seconds: float) -> float:
     """Return the seconds of one call on the slowest rank: the median over batches, which all ranks start together."""
     calls = _calls(call, batch_seconds)
     return statistics.median(float(max(gauges.gather(_batch(call, calls)))) for _ in range(BATCHES))
@@ -168,13 +171,14 @@ DTYPE = torch.bfloat16
 """Type of uncompressed activations."""
 
 
-def measure_activations(kind: Kind, rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log) -> None:
-    """Measure activations in 8 and 4 bits and in bf16, and emit a row for each rate."""
-    for rate in rates:
+def measure_activations(job: Row, emit: Emit, log: Log) -> None:
+    """Measure activations of a `kind` in 8 and 4 bits and in bf16, and emit a row for each rate."""
+    kind = job["kind"]
+    for rate in job["rates"]:
         log(f"{kind}{f' at {rate}' if rate else ''}")
         if rate is not None:
             set_own_rate(rate)
-        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": list(_rows(kind, sizes))})
+        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": list(_rows(kind, job["sizes"]))})
 
 
 def _rows(kind: Kind, sizes: Sequence[int]) -> Iterator[Row]:
@@ -185,5 +189,95 @@ def _rows(kind: Kind, sizes: Sequence[int]) -> Iterator[Row]:
             yield asdict(found) | {"bits": bits, "rate": found.rate}
 
 
+REPEATS = 7
+_TYPES: Mapping[int, torch.dtype] = {2: torch.bfloat16, 4: torch.float32}
+CODING = re.compile("^(quantize int4, bf16 memory|decode-accumulate int4)$")
+"""Operations of `bench kernels` that encode and decode a message."""
+
+
+def measure_probes(job: Row, emit: Emit, log: Log) -> None:
+    """Measure all probes, and emit a row for each.
+
+    `job` holds the bytes of an element (`element`), the sizes of matrix products (`products`), the elements of other
+    kernels (`numel`), the bytes of messages (`sizes`) and the seconds of their batches (`batch_seconds`), the ranks of
+    a host (`per_host`), and the `rate` of emulated links, or None.
+    """
+    if job["rate"] is not None:
+        set_own_rate(job["rate"])
+    log("matrix products")
+    for sizes in job["products"]:
+        emit({"kind": "product", "sizes": sizes, "seconds": _seconds(_product(_TYPES[job["element"]], *sizes))})
+    log("kernels")
+    small = torch.zeros(1, device=gauges.device())
+    emit({"kind": "kernel", "sizes": [], "seconds": _seconds(partial(small.add_, 1))})
+    dist.barrier()
+    for row in kernels.measure(job["numel"], gauges.device(), REPEATS, CODING, in_use=True):
+        kind = "copy" if row["operation"] == kernels.COPY else "coding"
+        emit({"kind": kind, "sizes": [row["bytes_moved"]], "seconds": _mean(row["seconds"]["median"])})
+    for group in _groups(job["per_host"]):
+        measure_messages([None], job["sizes"], partial(_emit_messages, emit), log, group, job["batch_seconds"])
+
+
+def _product(dtype: torch.dtype, rows: int, columns: int, inner: int) -> Callable[[], object]:
+    left = torch.ones(rows, inner, dtype=dtype, device=gauges.device())
+    right = torch.ones(inner, columns, dtype=dtype, device=gauges.device())
+    return partial(torch.matmul, left, right)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    dist.barrier()
+    [taken] = kernels.seconds([call], gauges.device(), REPEATS)
+    return _mean(statistics.median(taken))
+
+
+def _mean(seconds: float) -> float:
+    """Return the mean over all ranks."""
+    everyone: list[float] = gauges.gather(seconds)
+    return statistics.mean(everyone)
+
+
+def _groups(per_host: int) -> list[dist.ProcessGroup]:
+    """Return the group of all ranks, and the group of this host's ranks if it has several and is not alone."""
+    ranks, size = dist.get_rank(), dist.get_world_size()
+    hosts = [dist.new_group(range(first, first + per_host)) for first in range(0, size, per_host)]
+    several = 1 < per_host < size
+    return [dist.group.WORLD, *([hosts[ranks // per_host]] if several else [])]
+
+
+def _emit_messages(emit: Emit, row: Row) -> None:
+    """Emit a row for each size of a collective."""
+    for size, seconds in zip(row["sizes"], row["seconds"], strict=True):
+        emit({"kind": row["collective"], "sizes": [size, row["ranks"]], "seconds": seconds})
+
+
+MEASURES: Mapping[str, Callable[[Row, Emit, Log], None]] = {
+    "steps": step_rank.measure,
+    "collectives": lambda job, emit, log: measure_messages(job["rates"], job["sizes"], emit, log),
+    "activations": measure_activations,
+    "probes": measure_probes,
+}
+"""Functions that measure a job, by its key `measure`."""
+
+
+def measure(jobs: Sequence[Row], emit: Emit, log: Log) -> None:
+    """Measure `jobs`, one after the other."""
+    for job in jobs:
+        MEASURES[job["measure"]](job, emit, log)
+
+
+def main() -> None:
+    """Join the other hosts and measure the jobs of a file. Rank 0 appends the rows to the result file."""
+    jobs, result = (Path(argument) for argument in sys.argv[1:])
+    emit, log = (partial(_append, result), print_progress) if gauges.join().is_first else (ignore, ignore)
+    measure(json.loads(jobs.read_text(encoding="utf-8")), emit, log)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _append(file: Path, row: Row) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
 if __name__ == "__main__":
-    rank_main(measure)
+    main()

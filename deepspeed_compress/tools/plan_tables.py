@@ -3,18 +3,15 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.planner.choices import FASTER, Choice, better_batch
+from deepspeed_compress.planner.choices import FASTER, Choice
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.learning import ISLANDS_LOST, MEASURED, critical_batch
 from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.predict import Prediction
-from deepspeed_compress.planner.search import Candidate, Job, Plan, turns
+from deepspeed_compress.planner.search import ISLANDS_LOST, MEASURED, Candidate, Job, Plan, critical_batch
 from deepspeed_compress.tools.tables import new_console, new_table, print_table
 
 SHOWN, APART = 10, 3
-"""Rows of the table of all layouts: those that train alike, and those with islands or that only Megatron can start."""
-SAME = 0.005
-"""Relative difference below which two layouts are as fast as each other."""
+"""Rows of the table of all layouts: those that train alike, and those with islands."""
 WIDTH = 160
 """Least width of tables in characters. A narrower table would break the names of layouts."""
 LEGEND = """\
@@ -40,7 +37,7 @@ def print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
 
 def _blocks(plan: Plan) -> tuple[tuple[str, tuple[Candidate, ...], int], ...]:
     """Return the letter before the numbers of each block of the table, its layouts, and how many of them are shown."""
-    return ("", plan.candidates, SHOWN), ("I", plan.islands, APART), ("M", plan.others, APART)
+    return ("", plan.candidates, SHOWN), ("I", plan.islands, APART)
 
 
 def _title(job: Job) -> str:
@@ -110,8 +107,6 @@ def _notes(plan: Plan, job: Job) -> Iterator[str]:
     yield from _memory_notes(shown)
     if plan.islands:
         yield f"I: islands train in another way. In our own runs, the loss was {ISLANDS_LOST} higher."
-    if plan.others:
-        yield "M: only Megatron can start it."
     yield from _doubts(plan, job)
     yield f"{plan.considered:,} layouts predicted; --all --explain 1 shows the terms of the first."
 
@@ -126,9 +121,6 @@ def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
 
 def _doubts(plan: Plan, job: Job) -> Iterator[str]:
     """Yield what speaks against the batch, or against the prediction."""
-    better = better_batch(job, plan)
-    if better is not None:
-        yield f"With {better.sequences} sequences per step, {better.gain:.0%} more tokens would be trained per second."
     limit = critical_batch(job.tokens)
     if job.batch * job.seq > limit:
         yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."
@@ -188,8 +180,8 @@ def print_refused(plan: Plan) -> None:
         print(f"Refused: {reasons}.")
 
 
-def explain(candidate: Candidate, plan: Plan, job: Job) -> None:
-    """Print the terms of a layout, and what would make another one faster."""
+def explain(candidate: Candidate, job: Job) -> None:
+    """Print the terms of a layout, its memory, and its use of the GPUs."""
     prediction = candidate.prediction
     rows = []
     for term in sorted(prediction.terms, key=lambda term: -term.seconds):
@@ -199,37 +191,9 @@ def explain(candidate: Candidate, plan: Plan, job: Job) -> None:
     texts = ("resource", "formula", "source")
     columns = ("term", "s", "busy s", "GB of a rank to its node", "GB of a rank to others", *texts)
     print_table(f"{candidate.layout}: {prediction.seconds:.4g} s", columns, rows, ("term", *texts), WIDTH)
-    for line in (*_summary(candidate, job), *_rivals(candidate, plan, job)):
-        print(line)
-
-
-def _summary(candidate: Candidate, job: Job) -> Iterator[str]:
-    memory, peak = candidate.prediction.memory, job.cluster.gpus * job.cluster.gpu.peak
-    parts = {
-        "states": memory.states,
-        "activations": memory.activations,
-        "logits": memory.logits,
-        "buffers": memory.buffers,
-    }
-    sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
-    yield f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({sizes}): {candidate.verdict}."
-    used = job.model.flops_per_token(job.seq) * candidate.prediction.rate / peak
-    yield f"Model FLOPs: {100 * used:.0f} % of the GPUs' peak."
-    yield f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss."
-
-
-def _rivals(candidate: Candidate, plan: Plan, job: Job) -> Iterator[str]:
-    """Yield what would have to change for this candidate to win, or for the second to win over the first."""
-    first, *others = plan.candidates
-    if candidate.days < first.days:
-        return
-    rivals = others if candidate is first else [candidate]
-    second = next((one for one in rivals if one.days > first.days * (1 + SAME)), None)
-    if second is None:
-        if candidate is not first:
-            yield f"{candidate.layout} is as fast as {first.layout}."
-        return
-    yield f"{second.layout} ({second.days:.3g} days) would be faster than {first.layout} ({first.days:.3g} days)"
-    for turn in turns(job, first.layout, second.layout):
-        yield f"  with {turn.factor:.2g} times the rate of {turn.what}"
-    yield f"  if the latter took {100 * (second.days / first.days - 1):.0f} % longer than predicted"
+    memory, peak = prediction.memory, job.cluster.gpus * job.cluster.gpu.peak
+    kinds = ("states", "activations", "logits", "buffers")
+    parts = ", ".join(f"{name} {getattr(memory, name) / 1e9:.1f}" for name in kinds)
+    print(f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({parts}): {candidate.verdict}.")
+    print(f"Model FLOPs: {100 * job.model.flops_per_token(job.seq) * prediction.rate / peak:.0f} % of the GPUs' peak.")
+    print(f"Tokens: {100 * candidate.extra:.1f} % more than without compression, for the same loss.")

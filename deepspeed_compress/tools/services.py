@@ -1,10 +1,13 @@
-"""``ds-compress islands``: run the coordinator of elastic islands, and show or forget islands."""
+"""Services: ``ds-compress islands`` runs, shows and changes a coordinator, ``rollout serve`` serves weights."""
 
 import argparse
 import contextlib
 import json
 import os
 import signal
+import socket
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,11 +17,11 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator import client
 from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
 from deepspeed_compress.tools.tables import print_table
-from deepspeed_compress.transport.credentials import set_tls
+from deepspeed_compress.transport.credentials import Credentials, find_secret, find_tls, set_tls
 from deepspeed_compress.transport.errors import AuthenticationError
 
 
-def serve(options: argparse.Namespace) -> int:
+def serve_islands(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. Return the exit code."""
     # Only the user may read the server's state, which includes weights. This holds for files of any library.
     os.umask(0o077)
@@ -138,3 +141,38 @@ _COLUMNS: Mapping[str, str] = {
     "silent": "last seen (s)",
 }
 """Titles of the columns of `status`, by field."""
+
+
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
+
+
+def serve_rollout(options: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM, and return the exit code.
+
+    Raises:
+        ConfigError: the secret or the TLS files cannot be used.
+    """
+    # Only this server needs torch.
+    from deepspeed_compress.rollout.store import DirectoryStore
+    from deepspeed_compress.rollout.store_server import StoreServer
+
+    set_tls(os.environ, options.tls_certificate, options.tls_authority)
+    credentials = Credentials(find_secret(options.secret_file), find_tls())
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    log = partial(print, "store server:", file=sys.stderr, flush=True)
+    store = DirectoryStore(options.directory)
+    with StoreServer(store, options.host, options.port, credentials, log=log) as server:
+        print(_first_line(options, server.port, credentials), flush=True)
+        stopped.wait()
+    return 0
+
+
+def _first_line(options: argparse.Namespace, port: int, credentials: Credentials) -> str:
+    """Return the first line of output, with the address for clients and the source of the secret."""
+    from deepspeed_compress.rollout.served_store import SCHEME
+
+    host = socket.gethostname() if options.host in _ALL_ADDRESSES else options.host
+    address = f"{SCHEME}{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{options.directory} is served at {address}; the secret is from {credentials.secret.source}"
