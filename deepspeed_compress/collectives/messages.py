@@ -6,8 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from deepspeed_compress.collectives.buckets import Partition, cut
-from deepspeed_compress.compression.batches import Batch, Part
-from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.codec import Batch, Codec, Part
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment

@@ -18,7 +18,7 @@ from deepspeed_compress.collectives.exchange import Link, PendingExchange
 from deepspeed_compress.collectives.messages import Messages, RankLayout, Transfer, make_layouts
 from deepspeed_compress.collectives.packing import Packer, new_message
 from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, LEVELS, MessageCounter, Pending, Run, reduce_at_once
-from deepspeed_compress.compression.batches import Batch
+from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, elements, gather, scatter

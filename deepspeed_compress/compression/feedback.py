@@ -12,11 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.batches import Batch
-from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.codec import Batch, Codec
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import FIRST, Keys
+from deepspeed_compress.compression.kernels.arguments import FIRST, Keys, ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 

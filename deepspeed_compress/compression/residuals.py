@@ -13,20 +13,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.batches import Batch
+from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.layouts import (
+from deepspeed_compress.compression.segments import (
     Layout,
     LayoutIndex,
     Range,
+    Segment,
     cuts,
     layout_of,
     numel_of,
     placed,
     segments_of,
 )
-from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
 ELEMENTS = Identity()

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reduction import Groups
+from deepspeed_compress.collectives.reduction import Groups, SeparateParameters
 from deepspeed_compress.compression.state import Contents
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.monitor import EventSink, Meter

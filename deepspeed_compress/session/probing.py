@@ -19,7 +19,7 @@ from deepspeed_compress.compression.compressors import Compressor
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts
-from deepspeed_compress.policy.alpha_beta import fit
+from deepspeed_compress.policy.measurement import fit
 from deepspeed_compress.policy.penalty import low_rank_error
 
 SLICE_NUMEL = 4096

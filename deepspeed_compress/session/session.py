@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.collectives.grouped import GroupedReductions
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
-from deepspeed_compress.collectives.reduction import ReductionContext
+from deepspeed_compress.collectives.reduction import GroupedReductions, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.config import SECTION, PowerSGDGradients, WeightsConfig, total_steps

@@ -13,17 +13,15 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition
-from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.exchange import Link, exchange
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
-from deepspeed_compress.collectives.reducer import MessageCounter, Run, StepClock
+from deepspeed_compress.collectives.reducer import ClippingReducer, MessageCounter, Run, StepClock
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, Sign, TopK
 from deepspeed_compress.compression.feedback import ErrorFeedback, Feedback, NoFeedback, SpreadSum
-from deepspeed_compress.compression.kernels.forms import ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import CHANNEL, OWNER, Keys, MessageTable
+from deepspeed_compress.compression.kernels.arguments import CHANNEL, OWNER, Keys, MessageTable, ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.collectives.channels import RAW
-from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.gather import EXACT
-from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
-from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.parameters import RAW, Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
-from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
+from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, ClippingReducer, Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
+from deepspeed_compress.collectives.two_level import HierarchicalReducer
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import (

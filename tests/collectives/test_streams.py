@@ -12,10 +12,10 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.exchange import Link, _Collective
-from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.two_level import HierarchicalReducer
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.compression.feedback import ErrorFeedback

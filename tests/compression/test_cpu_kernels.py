@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
 from deepspeed_compress.compression.kernels.compiled import MARCH
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.gpu.comparisons import same_bits
 from tests.gpu.operations import COMPARISONS, FORMS, dequantize, quantize, top_k, top_k_of_sum
 from tests.support.kernels import operations

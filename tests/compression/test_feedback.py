@@ -14,9 +14,8 @@ from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
-from deepspeed_compress.compression.layouts import segments_of
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.segments import Segment, segments_of
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
 from tests.support.codecs import CODECS, decode, transmit
 from tests.support.properties import properties

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
 from tests.support.triton_interpreter import CompiledKernel, Runner, compiled
 
 pytestmark = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
 from tests.gpu.operations import COMPARISONS, FORMS, top_k
 from tests.support.kernels import operations
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact

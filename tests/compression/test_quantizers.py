@@ -13,12 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import Compressor
 from deepspeed_compress.compression.compressors.blocks import BlockQuantizer
-from deepspeed_compress.compression.compressors.blockwise import Blockwise
-from deepspeed_compress.compression.compressors.fp8 import FP8
-from deepspeed_compress.compression.compressors.linear import Linear
-from deepspeed_compress.compression.compressors.percentile import Percentile
-from deepspeed_compress.compression.compressors.qsgd import QSGD
-from deepspeed_compress.compression.compressors.sign import Sign
+from deepspeed_compress.compression.compressors.quantizers import FP8, QSGD, Blockwise, Linear, Percentile, Sign
 from deepspeed_compress.compression.kernels import reference
 from tests.compression import oracles
 from tests.compression.oracles import Doubles, Grid

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.compressors.base import message_key
-from deepspeed_compress.compression.compressors.block_topk import BlockTopK
-from deepspeed_compress.compression.compressors.randomk import RandomK
-from deepspeed_compress.compression.compressors.topk import TopK
+from deepspeed_compress.compression.compressors.sparsifiers import BlockTopK, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
 from tests.compression.sparse_oracles import Floats, group_top_k, kept_of, only, packed_bits, top_k
 from tests.support.codecs import encode, transmit

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.layouts import segments_of
-from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.segments import Segment, segments_of
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
 from tests.support.codecs import noise
 from tests.support.properties import properties

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import FP8, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.forms import TRITS, BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import BEGIN, END, FIRST, NUMEL, Keys, MessageTable
+from deepspeed_compress.compression.kernels.arguments import (
+    BEGIN,
+    END,
+    FIRST,
+    NUMEL,
+    TRITS,
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+)
 from tests.gpu.comparisons import Comparison, Kernels, same_bits, within
 
 FORMS = {

@@ -14,7 +14,7 @@ from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
-from deepspeed_compress.collectives.gloo import is_gloo
+from deepspeed_compress.collectives.exchange import is_gloo
 from deepspeed_compress.collectives.pace import launched_ranks_of_host
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing

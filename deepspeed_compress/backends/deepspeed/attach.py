@@ -8,7 +8,6 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed import comms_log
 from deepspeed_compress.backends.deepspeed.activations.attach import attach_activations, measure_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -17,7 +16,7 @@ from deepspeed_compress.backends.deepspeed.announce import (
     warn_of_single_rank_hosts,
     warn_of_uncounted,
 )
-from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, make_byte_report
+from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, logger_listens, make_byte_report
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, equal_machines, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
@@ -28,10 +27,9 @@ from deepspeed_compress.backends.deepspeed.limits import find_limits
 from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
-from deepspeed_compress.backends.deepspeed.optimizer_step import OptimizerStep
-from deepspeed_compress.backends.deepspeed.passes import follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
+from deepspeed_compress.backends.deepspeed.steps import OptimizerStep, follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights
@@ -199,7 +197,7 @@ def _describe(
         step=engine.global_steps,
         sink=engine.monitor,
         island=None if island is None else island.number,
-        others_listen=comms_log.listens,
+        others_listen=logger_listens,
     )
 
 

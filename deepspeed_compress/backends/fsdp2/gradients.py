@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, reduce_by_shards_alone
 from deepspeed_compress.backends.sessions import Attached
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
-from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
+from deepspeed_compress.collectives.reducer import ClippingReducer
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schedules import OWN_MOMENTUM

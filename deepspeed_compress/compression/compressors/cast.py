@@ -7,8 +7,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
+from deepspeed_compress.compression.kernels.arguments import Keys, MessageTable, ResidualBuffers
 
 
 @dataclass(frozen=True)

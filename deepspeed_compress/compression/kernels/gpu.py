@@ -17,10 +17,15 @@ import triton
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_messages, gpu_rows, reference
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
+from deepspeed_compress.compression.kernels.arguments import (
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+    scale_limit,
+)
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, alignment, bits, flat, halves, programs, warps
 from deepspeed_compress.compression.kernels.gpu_select import top_k_rows
-from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
 
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     # Triton 3.3 does not compile these kernels, and 3.5 divides with denormal numbers flushed to zero.

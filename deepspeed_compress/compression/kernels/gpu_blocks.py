@@ -10,7 +10,7 @@ See `gpu_bits` for tensors of bf16 and launch options.
 import triton
 import triton.language as tl
 
-from deepspeed_compress.compression.kernels.forms import OUTER
+from deepspeed_compress.compression.kernels.arguments import OUTER
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
 
 _OUTER = tl.constexpr(OUTER)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.policy.alpha_beta import AlphaBeta
+from deepspeed_compress.policy.measurement import AlphaBeta
 from deepspeed_compress.tools.bench.jobs import Row, find_ranks, new_document, save_document
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
 from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, new_figure, save_figure, style_axes

@@ -7,7 +7,7 @@ import deepspeed.comm as dist
 import pytest
 from deepspeed.comm import comm
 
-from deepspeed_compress.backends.deepspeed.comms_log import NAMES
+from deepspeed_compress.backends.deepspeed.byte_counts import NAMES
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, engines, run, statistics_lines
 

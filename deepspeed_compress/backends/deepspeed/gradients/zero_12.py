@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
