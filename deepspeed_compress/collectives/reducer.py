@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.messages import Transfer
 from deepspeed_compress.collectives.pace import Pace
-from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.monitor import Meter
 
@@ -87,9 +86,6 @@ class Reducer(Protocol):
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         """Return what this rank sends to reduce a bucket cut by `partition`, by `all_reduce` if `everywhere`."""
-
-    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
-        """Return the (store, numel) pairs kept between steps in addition to those of the transfers."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +201,6 @@ class ClippingReducer:
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         return self.reducer.transfers(partition, everywhere)
-
-    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
-        return self.reducer.stored(partition)
 
     def _clip(self, bucket: Tensor, partition: Partition) -> None:
         limit, offset = self.clip_norm * self.clock.loss_scale, 0

@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_cut, relabel, select
 from deepspeed_compress.collectives.messages import Transfer
 from deepspeed_compress.collectives.payload import PayloadReducer
-from deepspeed_compress.collectives.reducer import Pending, Reducer, reduce_at_once
-from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.collectives.reducer import reduce_at_once
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 
 
@@ -41,7 +40,23 @@ def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> 
     )
 
 
-class HierarchicalReducer:
+class _TwoLevels:
+    """Reducers inside a node (`node`) and between nodes (`across`), whose phases each need the previous one."""
+
+    def __init__(self, node: PayloadReducer, across: PayloadReducer) -> None:
+        self.node = node
+        self.across = across
+        # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
+        self._node_factor = float(1 << (node.group.size() - 1).bit_length())
+
+    def _node_sum(self, bucket: Tensor, partition: Partition) -> Tensor:
+        """Return `bucket` in fp32, with this rank's segments replaced by their sum over the node / `_node_factor`."""
+        whole = bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, partition, 1.0 / self._node_factor)
+        return whole
+
+
+class HierarchicalReducer(_TwoLevels):
     """Reducer over `group`, whose ranks are `local + node * ranks_per_node`.
 
     `node` reduces over the ranks of one node, in their order. `across` reduces over the ranks with the same local rank,
@@ -49,23 +64,18 @@ class HierarchicalReducer:
     rank.
     """
 
-    def __init__(self, group: ProcessGroup, node: PayloadReducer, across: Reducer) -> None:
+    def __init__(self, group: ProcessGroup, node: PayloadReducer, across: PayloadReducer) -> None:
+        super().__init__(node, across)
         self.group = group
-        self.node = node
-        self.across = across
-        # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
-        self._node_factor = float(1 << (node.group.size() - 1).bit_length())
         shape = (node.group.size(), across.group.size(), node.group.rank())
         self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(partial(_make_levels, *shape))
 
-    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
-        return reduce_at_once(self, bucket, partition, scale)
+    start_reduce_scatter = reduce_at_once
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace this rank's own segments of `bucket` by `scale` times their sum over the ranks, and no others."""
-        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
-        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
+        levels = self._levels(partition)
+        whole = self._node_sum(bucket, levels.node)
         part = gather(whole, levels.mine)
         self.across.reduce_scatter(part, levels.across, scale * self._node_factor)
         own, _ = select(levels.across, lambda segment: segment.owner == self.across.group.rank())
@@ -73,8 +83,8 @@ class HierarchicalReducer:
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace all of `bucket` by `scale` times its sum over the ranks, with the same bits on every rank."""
-        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
-        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
+        levels = self._levels(partition)
+        whole = self._node_sum(bucket, levels.node)
         part = gather(whole, levels.mine)
         self.across.all_reduce(part, levels.across, scale * self._node_factor)
         scatter(part, levels.mine, whole)
@@ -85,9 +95,6 @@ class HierarchicalReducer:
         levels = self._levels(partition)
         inside, between = (self.node, levels.node), (self.across, levels.across)
         return tuple(one for reducer, part in (inside, between) for one in reducer.transfers(part, everywhere))
-
-    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
-        return self.across.stored(self._levels(partition).across)
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ def _make_part(rank: int, nodes: int, partition: Partition) -> _Part:
     return _Part(mine, even_cut(compact.segments, nodes))
 
 
-class HybridReducer:
+class HybridReducer(_TwoLevels):
     """Reducer (see `Reducer`) to the ranks of a node, each of which owns the same part on every node.
 
     `node` reduce-scatters over the ranks of one node, which own the segments of the partition. `across` all-reduces
@@ -112,10 +119,7 @@ class HybridReducer:
     """
 
     def __init__(self, node: PayloadReducer, across: PayloadReducer) -> None:
-        self.node = node
-        self.across = across
-        # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
-        self._node_factor = float(1 << (node.group.size() - 1).bit_length())
+        super().__init__(node, across)
         shape = (node.group.rank(), across.group.size())
         self._part: Callable[[Partition], _Part] = lru_cache(maxsize=LAYOUTS)(partial(_make_part, *shape))
 
@@ -123,15 +127,12 @@ class HybridReducer:
     def group(self) -> ProcessGroup:
         return self.node.group
 
-    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
-        return reduce_at_once(self, bucket, partition, scale)
+    start_reduce_scatter = reduce_at_once
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace this rank's own segments of `bucket` by `scale` times their sum over all ranks, and no others."""
-        part, whole = self._part(partition), bucket.to(torch.float32, copy=True)
-        self.node.reduce_scatter(whole, partition, 1.0 / self._node_factor)
-        own = gather(whole, part.mine)
+        part = self._part(partition)
+        own = gather(self._node_sum(bucket, partition), part.mine)
         self.across.all_reduce(own, part.across, scale * self._node_factor)
         scatter(own, part.mine, bucket)
 
@@ -143,6 +144,3 @@ class HybridReducer:
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         inside = self.node.transfers(partition, everywhere)
         return (*inside, *self.across.transfers(self._part(partition).across, True))
-
-    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
-        return ()

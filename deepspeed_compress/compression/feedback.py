@@ -29,10 +29,6 @@ class Feedback(Protocol):
         If False, it adds them as other ranks would decode them.
         """
 
-    @property
-    def stores(self) -> tuple[Residuals, ...]:
-        """Return the stores that hold one number per element."""
-
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode `x` plus its residual into `out`, and store what the message leaves out.
 
@@ -69,7 +65,6 @@ class NoFeedback:
     """No error feedback: what the codec leaves out is lost."""
 
     own_exact = True
-    stores: tuple[Residuals, ...] = ()
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         codec.compressor.compress(x, out, key)
@@ -97,10 +92,6 @@ class ErrorFeedback:
     residuals: Residuals
     decay: float = 1.0
     own_exact: bool = True
-
-    @property
-    def stores(self) -> tuple[Residuals, ...]:
-        return (self.residuals,)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode `x` (flat fp32, coefficients of `segments`, not changed) plus the residual into `out` (uint8).
@@ -166,10 +157,6 @@ class MomentumCorrection:
     def own_exact(self) -> bool:
         """Return False: own elements are encoded like all others, so that all of them carry the same momentum."""
         return False
-
-    @property
-    def stores(self) -> tuple[Residuals, ...]:
-        return self.velocity, self.accumulated
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Add gradients `x` (flat fp32 coefficients, not changed) to the velocity, and encode what has accumulated."""

@@ -318,10 +318,6 @@ class Residuals:
         for slot in self._slots.values():
             slot.written = False
 
-    def bytes_of(self, numel: int) -> int:
-        """Return the number of bytes that `numel` elements of one message occupy."""
-        return self.storage.payload_bytes(numel) * (2 if self.transactional else 1)
-
     def prune(self) -> None:
         """Drop the messages that the running step has not written: after loading, those that other ranks own."""
         for layout in [layout for layout, slot in self._slots.items() if not slot.written]:

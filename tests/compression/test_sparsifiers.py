@@ -73,41 +73,6 @@ def test_the_bits_of_an_index_depend_on_the_length_of_the_message(scope: Scope, 
     assert sent == packed_bits(positions, (len(x) - 1).bit_length()) + x[positions].tobytes()
 
 
-def sampled_cases() -> dict[str, Tensor]:
-    """Return rows for which the threshold of a sample is good, too high, too low, or tied."""
-    numel = 40_000
-    normal = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    return {
-        "good": normal,
-        "too_high": torch.where(torch.arange(numel) % 100 == 0, 10 + normal.abs(), normal),
-        "too_low": torch.where(torch.arange(numel) % 100 == 0, 0.0, normal),
-        "ties": (normal * 2).round(),
-        "zeros": torch.zeros(numel),
-        "non_finite": torch.where(torch.arange(numel) % 5000 == 7, math.nan, normal),
-    }
-
-
-@pytest.mark.parametrize("k", [1, 40, 400, 20_000])
-@pytest.mark.parametrize("case", sampled_cases())
-def test_the_sampled_threshold_gives_the_exact_top_k(case: str, k: int) -> None:
-    row = sampled_cases()[case].view(1, -1)
-    assert torch.equal(reference.top_k_sampled(row, k), reference.top_k_rows(row, k))
-
-
-def test_the_sampled_threshold_avoids_searching_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the sample is representative, few elements survive. Otherwise, all elements are searched."""
-    searched: list[int] = []
-
-    def counting(rows: Tensor, k: int) -> Tensor:
-        searched.append(rows.numel())
-        return rows[:, :k].long()
-
-    monkeypatch.setattr(reference, "top_k_rows", counting)
-    for case in ("good", "too_high"):
-        reference.top_k_sampled(sampled_cases()[case].view(1, -1), 1000)
-    assert searched == [40_000]
-
-
 @properties
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**32 - 1))
 def test_top_k_rows_matches_a_stable_sort_by_magnitude(width: int, k: int, seed: int) -> None:

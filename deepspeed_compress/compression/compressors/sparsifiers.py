@@ -104,10 +104,9 @@ class TopK:
     """Top-k: keeps the ceil(density * n) elements of largest magnitude of every n.
 
     Source: top-k sparsification with memory, Stich et al. (arXiv:1809.07599, definition 2.1). `scope` sets n: "block"
-    selects from every `block_size` elements, which makes indices short; "tensor" selects from the whole message;
-    "threshold" selects the same elements as "tensor" with the sampled threshold of Deep Gradient Compression (Lin et
-    al., arXiv:1712.01887), which is faster for long messages. NaN counts as the largest magnitude; of equal magnitudes,
-    the first ones are kept.
+    selects from every `block_size` elements, which makes indices short; "tensor" and "threshold" select from the whole
+    message, as the threshold of Deep Gradient Compression does (Lin et al., arXiv:1712.01887). NaN counts as the
+    largest magnitude; of equal magnitudes, the first ones are kept.
 
     `values` compresses the kept values of the whole message as one vector. Values with a magnitude below
     `min_magnitude` are sent as zeros, so that the payload size does not depend on the data.
@@ -139,8 +138,7 @@ class TopK:
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         selection, kernels = self._selection(x.numel()), for_device(x.device)
-        select = kernels.top_k_sampled if self.scope == "threshold" else kernels.top_k_rows
-        columns = selection.columns(x, select)
+        columns = selection.columns(x, kernels.top_k_rows)
         selection.pack(columns, out[: selection.index_bytes])
         self._send(x[selection.positions(columns)], out[selection.index_bytes :], key)
 

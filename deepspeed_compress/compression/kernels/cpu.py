@@ -340,10 +340,6 @@ def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[
     return columns, values
 
 
-top_k_sampled = top_k_rows
-"""Same result. A sample saves nothing here, because the maximum of every group of elements is computed first."""
-
-
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """See `reference.pack_bits`. `width` may be at most 56."""
     _check_range("width", width, 0, _MAX_WIDTH)

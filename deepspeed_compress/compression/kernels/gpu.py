@@ -37,8 +37,6 @@ copy_runs = gpu_messages.copy_runs
 quantize_rows, quantize_rows_between = gpu_rows.quantize_rows, gpu_rows.quantize_rows_between
 dequantize_rows_add = gpu_rows.dequantize_rows_add
 square_norm = reference.square_norm
-top_k_sampled = top_k_rows
-"""Same result. With a sample, the host would have to wait for the number of survivors."""
 _MESSAGES_PER_PASS = 8
 """Number of messages that a program adds at once, with all their codes in registers."""
 _MAX_BLOCK = 4096

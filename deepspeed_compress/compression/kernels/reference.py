@@ -128,29 +128,6 @@ def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
     return columns.gather(1, ranks.topk(k, dim=1, sorted=False).indices)
 
 
-_SAMPLE_STRIDE = 100
-"""Sampling interval: one of this many elements is sampled."""
-
-
-def top_k_sampled(row: Tensor, k: int) -> Tensor:
-    """Return the same as `top_k_rows` for one row (fp32 [1, n]), using a threshold estimated from a sample.
-
-    Source: Deep Gradient Compression (arXiv:1712.01887): a strided sample of 1 % estimates the threshold, then the
-    exact top-k of the survivors is computed. The threshold allows for 3 standard deviations more elements than k, so
-    that there are rarely too few survivors. If there are, all elements are searched.
-    """
-    magnitudes = _magnitudes(row)
-    sample = magnitudes[0, ::_SAMPLE_STRIDE]
-    expected = k * sample.numel() / row.numel()
-    rank = math.ceil(expected + 3 * math.sqrt(expected))
-    if rank > sample.numel():
-        return top_k_rows(row, k)
-    survivors = (magnitudes[0] >= sample.topk(rank).values[-1]).nonzero().view(1, -1)
-    if survivors.numel() < k:
-        return top_k_rows(row, k)
-    return _largest(magnitudes.gather(1, survivors), survivors, k).sort(dim=1).values
-
-
 def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, noise: Tensor | None) -> Tensor:
     """Return (`rows` - low) / (high - low) * levels, rounded and clipped to 0..levels: uint8 [r, b]; 0 if high = low.
 
