@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.announce import gradient_texts, joined, one_bucket, tell, weight_text
 from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
@@ -14,6 +15,7 @@ from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
 from deepspeed_compress.collectives.exchange import is_gloo
+from deepspeed_compress.collectives.pace import launched_ranks_of_host
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
 from deepspeed_compress.config.numbers import size
@@ -142,7 +144,34 @@ def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -
         parts.append(_compressed_weights(engine, config.weights, parameters, kind))
     elif parts and engine.zero_optimization_stage() in _PLAIN_WEIGHTS and config.islands is None:
         parts.append(_PLAIN_WEIGHTS[engine.zero_optimization_stage()](engine, parameters))
+    if kind == "zero_3" and _spans_hosts(reduction_group(engine)):
+        parts += _frozen_between_hosts(engine, parameters)
     return parts
+
+
+MOSTLY = 0.5
+"""Share of frozen elements from which on the line says that they need not travel between hosts."""
+
+
+def _frozen_between_hosts(engine: Any, parameters: Parameters) -> list[str]:
+    """Return a text on frozen weights that all hosts gather, if most weights are frozen, as with LoRA."""
+    frozen = sum(map(parameters.numel, parameters.frozen))
+    share = frozen / max(1, sum(map(parameters.numel, parameters.shapes)))
+    if share < MOSTLY:
+        return []
+    # In a ring, what a rank sends for one gather is also what a host sends.
+    sent = size(_ring_bytes(engine, parameters.frozen))
+    return [
+        f"{share:.1%} of the elements are frozen, and every host sends {sent} of them to another one in forward and in "
+        'backward of each micro-step: if a host holds the model, "parallelism": {"shard_within": "node"} keeps them '
+        "inside"
+    ]
+
+
+def _spans_hosts(group: ProcessGroup) -> bool:
+    """Return True if `group` has more ranks than this host, as far as the launcher tells."""
+    local = launched_ranks_of_host()
+    return local is not None and group.size() > local
 
 
 def _compressed_weights(engine: Any, weights: CompressedWeights, parameters: Parameters, kind: str) -> str:

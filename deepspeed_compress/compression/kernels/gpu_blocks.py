@@ -107,7 +107,7 @@ def encode(
 ):  # fmt: skip
     """Quantize like `reference.quantize_blocks`, with `group` blocks per program.
 
-    `limit` is `forms.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are used
+    `limit` is `arguments.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are used
     only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the address
     of the codes.
     """

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -175,3 +176,22 @@ def test_frozen_weights_of_zero_3_are_announced() -> None:
         sent, alone = (float(figure.replace(",", "")) for figure in found.groups())
         # Some weights are gathered twice in a step, in forward and in backward.
         assert sent / alone == pytest.approx(seen["bytes_weights"] / exact["bytes_weights"], rel=0.1)
+
+
+def measure_on_hosts(rank: int, per_host: int, *jobs: Job) -> list[Seen]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+    return measure(rank, *jobs, make=partly_frozen)
+
+
+def test_frozen_weights_that_hosts_exchange_are_announced() -> None:
+    """Only ZeRO 3 gathers weights in every pass, and only between the ranks that share them."""
+    gradients = {"bits": 4, "block_size": 32}
+    jobs = [job(stage, gradients) for stage in (2, 3)]
+    jobs.append(Job(stage=3, section={"gradients": gradients, "parallelism": {"shard_within": 2}}, zero=WHOLE))
+    said = "94.3% of the elements are frozen, and every host sends"
+    for per_host, expected in ((2, [False, True, False]), (4, [False] * 3)):
+        first, *_ = run_forks(4, measure_on_hosts, per_host, *jobs)
+        assert [said in line for line, _ in first] == expected, per_host
+        # Three of four shares of 947 frozen elements in fp32 leave each rank.
+        assert ("sends 2,841 bytes of them" in first[1][0]) is expected[1]
+        assert ('"parallelism": {"shard_within": "node"}' in first[1][0]) is expected[1]
