@@ -133,12 +133,6 @@ def test_error_feedback_has_a_store_for_each_direction(
         assert (store.dtype, store.on_host, store.transactional, store.scaled) == (dtype, on_host, transactional, True)
 
 
-def test_null_disables_error_feedback(group: ProcessGroup) -> None:
-    reduction = build(group, section({"error_feedback": None}))
-    assert not reduction.stores
-    assert feedback_of(reduction.compressed) == (NoFeedback(), NoFeedback())
-
-
 def test_dgc_has_two_buffers_and_clips(group: ProcessGroup) -> None:
     settings = {"method": "dgc", "momentum": 0.5, "nesterov": True, "clip_norm": 2.0, "memory": {"dtype": "int8"}}
     reduction = build(group, section(settings), transactional=True)
@@ -350,12 +344,6 @@ def test_the_plain_reducer_compresses_nothing(groups: Groups, gradients: dict[st
         assert codecs(reducer) == (Codec(Cast(FP32)),)
         assert {channel_of(reducer, name) for name in SHAPES} == {RAW}
         assert feedback_of(reducer, RAW) == (NoFeedback(), NoFeedback())
-
-
-def test_an_override_without_first_matches_warns(group: ProcessGroup) -> None:
-    overrides = [{"parameters": "bias|weight", "method": "sign"}, {"parameters": "head", "method": "none"}]
-    with pytest.warns(CompressWarning, match="overrides/1/parameters.*has no effect"):
-        build(group, section({"overrides": overrides}))
 
 
 def test_an_override_that_matches_nothing_warns_with_its_pointer(group: ProcessGroup) -> None:

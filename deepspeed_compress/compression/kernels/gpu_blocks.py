@@ -107,9 +107,9 @@ def encode(
 ):  # fmt: skip
     """Quantize like `reference.quantize_blocks`, with `group` blocks per program.
 
-    `limit` is `arguments.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are used
-    only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the address
-    of the codes.
+    `limit` is `arguments.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are
+    used only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the
+    address of the codes.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
