@@ -29,7 +29,6 @@ from deepspeed_compress.compression.compressors import (
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.transforms import DCT
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Meter
@@ -235,20 +234,6 @@ def test_delayed_parameters_accumulate_in_the_residual_of_the_method(group: Proc
     reducer = reduction.compressed
     kept, _ = feedback_of(reducer, channel_of(reducer, "embed.weight"))
     assert kept == ErrorFeedback(reduction.stores["gradients"])
-
-
-def test_the_density_falls_during_its_warmup(group: ProcessGroup) -> None:
-    override = {"parameters": "embed", "method": "topk", "density": 0.1, "density_warmup_steps": 2}
-    config = section({"method": "dgc", "density": 0.005, "density_warmup_steps": 8, "overrides": [override]})
-    reduction = build(group, config)
-    for step, main, other in ((0, 0.25, 0.25), (2, 0.0625, 0.1), (8, 0.005, 0.1)):
-        assert codec_of(reduction, "head.weight", step).compressor == TopK(main)
-        assert codec_of(reduction, "embed.weight", step).compressor == TopK(other)
-
-
-def test_transforms_get_the_widths_of_matrices(group: ProcessGroup) -> None:
-    widths = {"embed.weight": 8, "layer.0.weight": 8, "head.weight": 100}
-    assert codec_of(build(group, section({"method": "demo"})), "head.weight").transform == DCT(widths, 64)
 
 
 def two_levels(reducer: object) -> tuple[PayloadReducer, PayloadReducer]:
