@@ -37,7 +37,6 @@ class EngineDescription:
         step: number of optimizer steps that the engine has taken.
         sink: another receiver of the figures.
         island: number of this island, if there are several.
-        others_listen: see `Reporter`.
         meter: counts and times of this rank.
     """
 
@@ -56,7 +55,6 @@ class EngineDescription:
     step: int = 0
     sink: EventSink | None = None
     island: int | None = None
-    others_listen: Callable[[], bool] = lambda: False
     meter: Meter = field(default_factory=Meter)
 
 

@@ -16,7 +16,7 @@ from deepspeed_compress.backends.deepspeed.announce import (
     warn_of_single_rank_hosts,
     warn_of_uncounted,
 )
-from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, logger_listens, make_byte_report
+from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, make_byte_report
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, equal_machines, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
@@ -197,7 +197,6 @@ def _describe(
         step=engine.global_steps,
         sink=engine.monitor,
         island=None if island is None else island.number,
-        others_listen=logger_listens,
     )
 
 

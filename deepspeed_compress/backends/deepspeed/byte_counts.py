@@ -5,9 +5,6 @@ between stages, gradients of tied weights, the collectives of tensor parallelism
 experts, and the all-to-alls of sequence parallelism. While engines with such traffic exist, methods of that object are
 replaced by ones that count messages to the groups of the running engine. They count from a forward pass with gradients
 to the end of the optimizer step, so evaluations and checkpoints are excluded.
-
-Compressed messages bypass `deepspeed.comm`, so its logger never sees them. Each measured step (`monitor.every`)
-therefore adds one record of each kind to it, which `deepspeed.comm.log_summary()` includes.
 """
 
 import functools
@@ -30,7 +27,6 @@ from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.monitor import KINDS, Meter, ring_all_gather, ring_all_reduce
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import ByteReport, Sizes
-from deepspeed_compress.session.session import Session
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 
@@ -41,10 +37,6 @@ SEAMS = (
     Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),
     Seam(_BACKEND + "inference_all_reduce", ("self", "tensor", "op", "group")),
     *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "send", "isend")),
-    Seam(
-        "deepspeed.utils.comms_logging:CommsLogger.append",
-        ("self", "raw_name", "record_name", "latency", "msg_size"),
-    ),
 )
 
 _STAGES = "stages"
@@ -232,51 +224,3 @@ def _tables(sizes: Sizes, device: Any, group: Any) -> list[Sizes]:
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     return [dict(zip(sizes, row, strict=True)) for row in torch.stack(every).tolist()]
-
-
-NAMES: Mapping[str, str] = {"bytes_sent": "deepspeed_compress_gradients", "bytes_weights": "deepspeed_compress_weights"}
-"""Names of the records, by the meter's field, for traffic that may replace DeepSpeed's."""
-
-_LEAST_MS = 1e-3
-"""Minimum time of a record in milliseconds, because the logger divides by it. GPU clocks resolve no shorter time."""
-
-
-def logger_listens() -> bool:
-    """Return True if DeepSpeed's comms logger is enabled, so that steps must be measured for it."""
-    return bool(comm.comms_logger.enabled)
-
-
-def log_traffic(session: Session, device: torch.device) -> None:
-    """Record the step that just ended, if it is measured and the logger is enabled.
-
-    Collective then, across all islands. Sizes are those of the rank that sends the most: the logger's own summary
-    reduces over ranks, record by record, and hangs if their sizes differ. The meter times communication as a whole, so
-    the two kinds share the time in proportion to their bytes.
-    """
-    names = _wanted(session, comm.comms_logger) if session.reports else {}
-    if not names:
-        return
-    sizes = _largest_of_all([getattr(session.meter, kind) for kind in names], device)
-    waited = session.meter.milliseconds()["communicate"]
-    for name, size in zip(names.values(), sizes, strict=True):
-        if size:
-            # Recorded as "send": bytes that leave a rank, divided by the time.
-            comm.comms_logger.append("send", name, max(_LEAST_MS, waited * size / sum(sizes)), size)
-
-
-def _wanted(session: Session, logger: Any) -> dict[str, str]:
-    """Return the entries of `NAMES` that are compressed in this run and that the logger is configured to record."""
-    config = session.config
-    ours = {"bytes_sent": config.gradients.method, "bytes_weights": config.weights.method}
-    return {
-        kind: name
-        for kind, name in NAMES.items()
-        if logger.enabled and ours[kind] != "none" and (logger.prof_all or name in logger.prof_ops)
-    }
-
-
-def _largest_of_all(sizes: list[int], device: torch.device) -> list[int]:
-    """Return the element-wise maximum of `sizes` over all ranks. Collective."""
-    found = torch.tensor(sizes, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()

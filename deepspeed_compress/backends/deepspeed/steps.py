@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_compress.backends.deepspeed.byte_counts import log_traffic
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.rollout import RolloutSteps
@@ -126,7 +125,6 @@ class OptimizerStep:
             session.renew_weights()
         norm = self.norms.newest if self.norms is not None else None
         done = FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine), norm)
-        log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
         session.exchange_with_islands(engine.global_steps)

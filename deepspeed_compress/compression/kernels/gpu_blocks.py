@@ -24,7 +24,7 @@ _INTEGER_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def _fitted(scales, limit: tl.constexpr):
-    """Return `scales` (fp32 or fp64, >= 0) as fp32, like `forms.fitted` except for the rounding to 16 bits."""
+    """Return `scales` (fp32 or fp64, >= 0) as fp32, like `arguments.fitted` except for the rounding to 16 bits."""
     largest = tl.full(scales.shape, limit, scales.dtype)
     return tl.where((scales > largest) & (scales < _INFINITY), largest, scales).to(tl.float32)
 

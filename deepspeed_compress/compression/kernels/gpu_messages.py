@@ -181,7 +181,7 @@ def copy_runs(x: Tensor, out: Tensor, table: MessageTable, back: bool) -> None:
 
 @triton.jit
 def _next_key(state, part):
-    """See `tables.next_key`; uint64."""
+    """See `arguments.next_key`; uint64."""
     state = state + part.to(tl.uint64) + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
