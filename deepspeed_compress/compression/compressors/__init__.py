@@ -1,8 +1,7 @@
 """Compressors: pure functions of a flat tensor, one small frozen dataclass per method."""
 
 from deepspeed_compress.compression.compressors.base import DTYPES, Compressor, message_key, random_key
-from deepspeed_compress.compression.compressors.cast import Cast
-from deepspeed_compress.compression.compressors.quantizers import FP8, QSGD, Blockwise, Linear, Percentile, Sign
+from deepspeed_compress.compression.compressors.quantizers import FP8, QSGD, Blockwise, Cast, Linear, Percentile, Sign
 from deepspeed_compress.compression.compressors.sparsifiers import BlockTopK, RandomK, TopK
 
 __all__ = [

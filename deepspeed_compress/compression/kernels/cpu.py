@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import arguments, reference
+from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.arguments import (
     FIRST,
     LEVELS,
@@ -20,6 +20,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     Keys,
     MessageTable,
     ResidualBuffers,
+    scale_limit,
 )
 from deepspeed_compress.compression.kernels.compiled import load_library, warn_if_slow
 
@@ -190,7 +191,7 @@ def _limit(form: BlockFormat, dtype: torch.dtype) -> float:
     """Return the largest scale of `form` in `dtype`."""
     fit = LEVELS.get(form.kind)
     factor = {"absmax": form.levels, "norm": form.levels, "mean": 1}[form.kind] if fit is None else fit.magnitudes[-1]
-    return arguments.scale_limit(dtype, factor)
+    return scale_limit(dtype, factor)
 
 
 def _residual_arguments(residual: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
