@@ -155,7 +155,7 @@ the scale of a sum is forgotten
     reference.dequantize_rows_add: scales * scale => scales
     compression/test_kernels.py compression/test_contract.py
 infinity is sent as a finite number
-    forms.fitted: torch.where(scales.isfinite(), rounded, scales.to(torch.float32)) => rounded
+    arguments.fitted: torch.where(scales.isfinite(), rounded, scales.to(torch.float32)) => rounded
     compression/test_contract.py compression/test_quantizers.py
 a NaN that is not drawn is not sent
     RandomK.compress: torch.linalg.vector_norm(x, math.inf) => 1.0
@@ -282,7 +282,7 @@ gradients of tokens go the way of the tokens
     Route.reversed: Route(self.group, self.received, self.sent) => Route(self.group, self.sent, self.received)
     backends/activations/test_tokens.py
 tokens of an evaluation are compressed
-    _ExpertHooks._before: self._training.is_training => True
+    _ExpertHooks.replaced: self._training.is_training => True
     backends/deepspeed/activations/test_experts.py
 islands read data in one order
     IslandSampler.__iter__: SEEDS * self._island.number => 0

@@ -49,37 +49,31 @@ TABLE = {
     "compression.compressors": allow("compression.kernels", "torch"),
     "compression.segments": allow("", "torch"),
     "compression.transforms": allow("compression.kernels compression.segments", "torch"),
-    "compression.batches": allow("compression.kernels compression.segments", "torch"),
     "compression.codec": allow(
-        "compression.batches compression.compressors.base compression.kernels compression.segments "
-        "compression.transforms",
-        "torch",
+        "compression.compressors.base compression.kernels compression.segments compression.transforms", "torch"
     ),
-    "compression.layouts": allow("compression.segments", ""),
     "compression.residuals": allow(
-        "compression.batches compression.compressors compression.kernels compression.layouts compression.segments "
-        "compression.transforms",
+        "compression.codec compression.compressors compression.kernels compression.segments compression.transforms",
         "torch",
     ),
     "compression.feedback": allow(
-        "compression.batches compression.codec compression.kernels compression.residuals compression.segments", "torch"
+        "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
     "compression.residual_stores": allow("compression.residuals", ""),
-    "compression.state_description": allow("errors safe_files compression.layouts compression.residuals", ""),
+    "compression.state_description": allow("errors safe_files compression.residuals compression.segments", ""),
     "compression.state": allow(
-        "errors safe_files compression.layouts compression.residual_stores compression.residuals "
+        "errors safe_files compression.residual_stores compression.residuals compression.segments "
         "compression.state_description compression.transforms",
         "torch safetensors",
     ),
     "collectives": allow(
-        "monitor compression.batches compression.codec compression.compressors.base compression.feedback "
+        "monitor compression.codec compression.compressors.base compression.feedback "
         "compression.kernels compression.residuals compression.segments",
         "torch",
     ),
     "collectives.objects": allow("", "torch"),
     "collectives.pace": allow("collectives.objects config", "torch"),
-    "collectives.grouped": allow("collectives compression config"),
-    "collectives.channels": allow("collectives config errors"),
+    "collectives.parameters": allow("collectives config errors", "torch"),
     "collectives.reduction": allow("collectives compression config", "torch"),
     "collectives.weight_reduction": allow("collectives compression config errors", "torch"),
     "transport": allow("errors"),
@@ -123,7 +117,9 @@ TABLE = {
     ),
     "backends.deepspeed.rollout": allow("config errors monitor session.patches", "torch", lazily="rollout"),
     "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
-    "backends.deepspeed.optimizer_step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
+    "backends.deepspeed.steps": allow(
+        "backends.deepspeed checkpointing.deepspeed.checkpoint session", "torch deepspeed"
+    ),
     "checkpointing.deepspeed": allow(
         "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state safe_files "
         "compression.state_description config errors launcher.heartbeat session transport.client",
@@ -165,7 +161,7 @@ TABLE = {
     "rollout.vllm": allow("errors rollout", "torch", lazily="transformers"),
     "rollout.served_store": allow("rollout.store rollout.store_server errors transport"),
     "rollout.store_server": allow("rollout.store errors transport"),
-    "rollout.lossy": allow("compression.compressors.blockwise", "torch"),
+    "rollout.lossy": allow("compression.compressors.quantizers", "torch"),
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
@@ -182,7 +178,7 @@ TABLE = {
     ),
     "integrations.run": allow(
         "config errors integrations.install integrations.launch launcher.heartbeat launcher.workers program_warnings",
-        lazily="collectives.gloo",
+        lazily="collectives.exchange",
     ),
     "integrations.inherited": allow("integrations.install"),
     "integrations.launch": allow("config errors", "yaml", lazily="accelerate deepspeed torch"),
@@ -252,7 +248,7 @@ TABLE = {
         lazily="transformers",
     ),
     "tools.bench.rank": allow(
-        "backends.activations.crossover collectives.exchange policy.alpha_beta tools.bench", "deepspeed torch"
+        "backends.activations.crossover collectives.exchange policy.measurement tools.bench", "deepspeed torch"
     ),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),

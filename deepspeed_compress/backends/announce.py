@@ -1,4 +1,4 @@
-"""Line at the start for any engine: what is compressed, how, and what it is expected to send and to keep.
+"""Line at the start for any engine: what is compressed, how, and what it is expected to send.
 
 The figures are a prediction for all parameters in a single bucket, so they are those of large buckets: with small ones,
 per-message overhead takes a larger share.
@@ -8,7 +8,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed import ProcessGroup
@@ -126,7 +125,7 @@ def gradient_texts(
     alone: int,
     times: int = 1,
 ) -> list[str]:
-    """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps between steps.
+    """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step.
 
     Args:
         session: the session of the run.
@@ -138,15 +137,13 @@ def gradient_texts(
     """
     total = sum(map(parameters.numel, parameters.trained))
     raw = {name for one in partitions for name in uncompressed(session.gradients.chosen_reducer(LATE, one), one)}
-    costs = [mean_cost(session, partition, everywhere) for partition in partitions]
-    sent, kept = sum(one.sent for one in costs), sum(one.kept for one in costs)
+    sent = sum(mean_bytes(session, partition, everywhere) for partition in partitions)
     share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
     count, frozen = len(parameters.trained), len(parameters.shapes) - len(parameters.trained)
     return [
         f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} "
         f"are excluded{f', {frozen} are frozen' if frozen else ''}",
         f"rank 0 sends about {size(times * sent)} of gradients a step, uncompressed {size(alone)}",
-        f"residuals take up to {size(kept)}",
     ]
 
 
@@ -187,14 +184,6 @@ def _why_exact(weights: CompressedWeights) -> str:
     return 'frozen and travel exactly (in weights, "frozen": true rounds those that are not packed)'
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Bytes that a rank sends in a step, and bytes that it keeps between steps."""
-
-    sent: float = 0.0
-    kept: float = 0.0
-
-
 def one_bucket(sizes: Sequence[tuple[str, int]], ranks: int, apart: bool) -> Partition:
     """Return one bucket with all parameters, given as (name, numel), cut evenly among the ranks.
 
@@ -210,8 +199,8 @@ def _shares(numel: int, ranks: int) -> list[tuple[int, int]]:
     return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
-def mean_cost(session: Session, partition: Partition, everywhere: bool) -> Cost:
-    """Return the mean cost of reducing a bucket cut by `partition` as configured, after all warm-ups.
+def mean_bytes(session: Session, partition: Partition, everywhere: bool) -> float:
+    """Return the mean bytes that a rank sends to reduce a bucket cut by `partition` as configured, after all warm-ups.
 
     It is a mean over steps, because overrides may send only every few steps.
 
@@ -223,15 +212,8 @@ def mean_cost(session: Session, partition: Partition, everywhere: bool) -> Cost:
     gradients = session.config.gradients
     every = [one.every for one in gradients.overrides] if isinstance(gradients, CompressedGradients) else []
     steps = range(LATE, LATE + min(MOST, math.lcm(*every)))
-    costs = [cost(session.gradients.chosen_reducer(step, partition), partition, everywhere) for step in steps]
-    return Cost(sum(one.sent for one in costs) / len(costs), max(one.kept for one in costs))
-
-
-def cost(reducer: Reducer, partition: Partition, everywhere: bool) -> Cost:
-    """Return the cost of reducing a bucket in one optimizer step."""
-    transfers = reducer.transfers(partition, everywhere)
-    stored = [*reducer.stored(partition), *(pair for one in transfers for pair in one.stored())]
-    return Cost(sum(one.bytes for one in transfers), sum(store.bytes_of(numel) for store, numel in stored))
+    reducers = (session.gradients.chosen_reducer(step, partition) for step in steps)
+    return sum(one.bytes for each in reducers for one in each.transfers(partition, everywhere)) / len(steps)
 
 
 def uncompressed(reducer: Reducer, partition: Partition) -> set[str]:

@@ -119,6 +119,20 @@ def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: Comp
         )
 
 
+def check_reduced_once(again: bool, config: CompressConfig, remedy: str) -> None:
+    """Check that gradients that were reduced before in this step, if they are reduced `again`, get no second momentum.
+
+    Raises:
+        UnsupportedError: the method applies momentum. The message ends with `remedy`.
+    """
+    method = config.gradients.method
+    if again and method in OWN_MOMENTUM:
+        raise UnsupportedError(
+            f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were reduced before in '
+            f"this optimizer step; reduce once per step: {remedy}"
+        )
+
+
 def _first_momentum(group: Mapping[str, Any]) -> float:
     """Return the factor of the optimizer's first moment; 0.0 if it has none."""
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

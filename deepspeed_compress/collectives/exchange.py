@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -257,3 +258,13 @@ def _choose_transport(group: ProcessGroup, device: torch.device) -> _Transport:
     if device.type == "cpu" and group.name() == "mirror":
         return _MIRROR
     return _BY_DEVICE[device.type]
+
+
+def is_gloo(group: ProcessGroup | None = None) -> bool:
+    """Return True if `group`, or that of all ranks, uses gloo on every device.
+
+    `torch.distributed.get_backend` does not tell: if the program names no backend, or one for each device, it returns
+    "undefined", or a string such as "cpu:gloo".
+    """
+    pairs = dist.get_backend_config(group).split(",")
+    return all(pair.endswith(":gloo") for pair in pairs)

@@ -22,7 +22,7 @@ from deepspeed_compress.collectives.messages import Messages, Piece, RankLayout,
 from deepspeed_compress.collectives.reducer import LEVELS, MessageCounter, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import random_key
-from deepspeed_compress.compression.kernels.tables import Keys
+from deepspeed_compress.compression.kernels.arguments import Keys
 from deepspeed_compress.compression.segments import elements
 
 EXACT = 0

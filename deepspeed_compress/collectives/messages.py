@@ -6,10 +6,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from deepspeed_compress.collectives.buckets import Partition, cut
-from deepspeed_compress.compression.batches import Batch, Part
-from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.codec import Batch, Codec, Part
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
-from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
 
@@ -229,18 +227,6 @@ class Transfer:
             for owner, piece in self._pieces()
             if piece.channel in channels
         )
-
-    def stored(self) -> Iterator[tuple[Residuals, int]]:
-        """Yield the stores that persist between steps, each with its number of elements of this bucket."""
-        for owner, piece in self._pieces():
-            channel, own = self.messages.channels[piece.channel], owner == self.rank
-            # A momentum also covers a rank's own elements, as does whatever waits for a later step.
-            if not own or not channel.codec.sends or not channel.feedback.own_exact:
-                yield from ((store, piece.numel) for store in channel.feedback.stores)
-            if own and self.everywhere:
-                yield from ((store, piece.numel) for store in channel.mean_feedback.stores)
-            if channel.spread is not None and (own or self.everywhere):
-                yield channel.spread.left, piece.numel
 
     def uncompressed_names(self) -> set[str]:
         """Return the names of the uncompressed parameters."""

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.messages import Channel, Messages, Piece, RankLayout
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.compression.batches import Batch
+from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.compressors.base import random_key
-from deepspeed_compress.compression.kernels.tables import Keys
+from deepspeed_compress.compression.kernels.arguments import Keys
 from deepspeed_compress.compression.segments import Segment
 
 

@@ -28,7 +28,7 @@ from deepspeed_compress.collectives.low_rank import (
 )
 from deepspeed_compress.collectives.messages import Transfer
 from deepspeed_compress.collectives.payload import PayloadReducer
-from deepspeed_compress.collectives.reducer import Pending, Reducer, reduce_at_once
+from deepspeed_compress.collectives.reducer import Reducer, reduce_at_once
 from deepspeed_compress.compression.compressors.base import random_key
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.residuals import Residuals
@@ -77,9 +77,7 @@ class PowerSGDReducer:
     def group(self) -> ProcessGroup:
         return self.others.group
 
-    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
-        return reduce_at_once(self, bucket, partition, scale)
+    start_reduce_scatter = reduce_at_once
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace this rank's own segments of `bucket` by `scale` times their sum; others keep their values.
@@ -105,12 +103,6 @@ class PowerSGDReducer:
         factors = [self.factors.transfers(part, True) for part in (layout.p, layout.q) if part.segments]
         rest = self.others.transfers(layout.rest, everywhere)
         return tuple(one for found in (rest, *factors) for one in found)
-
-    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
-        layout = self.layout(partition)
-        matrices = sum(segment.numel for stack in layout.stacks for segment in stack.whole)
-        residuals = () if self.residuals is None else ((self.residuals, matrices),)
-        return (*residuals, (self.warm, layout.q.numel), *self.others.stored(layout.rest))
 
     def _approximate(
         self, bucket: Tensor, layout: LowRankLayout, scale: float, wanted: Sequence[Sequence[Segment]]

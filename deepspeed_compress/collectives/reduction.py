@@ -4,32 +4,32 @@
 reducers of the most recent descriptions.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.channels import (
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.parameters import (
     MAIN,
     ChannelTable,
+    Parameters,
     find_channels,
     find_low_rank,
     overrides_with_channel,
 )
-from deepspeed_compress.collectives.clipping import ClippingReducer
-from deepspeed_compress.collectives.exchange import Link
-from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
-from deepspeed_compress.collectives.hybrid import HybridReducer
-from deepspeed_compress.collectives.messages import Channel, Messages
-from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
-from deepspeed_compress.collectives.reducer import Reducer, Run
+from deepspeed_compress.collectives.reducer import ClippingReducer, Reducer, Run
+from deepspeed_compress.collectives.two_level import HierarchicalReducer, HybridReducer
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Cast
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
 from deepspeed_compress.compression.residual_stores import ResidualStores
+from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import MethodConfig, PowerSGDGradients
 from deepspeed_compress.config.overrides import Override, OverrideConfig
 from deepspeed_compress.config.places import AnyCompressedGradients, DGCGradients, LayeredGradients, NodeConfig
@@ -296,3 +296,73 @@ class _ReducerBuilder:
             None if kept is None else context.stores.get("gradients", kept.dtype, kept.on_host),
             context.stores.get("factors", "fp32", scaled=False),
         )
+
+
+@dataclass(frozen=True)
+class SeparateParameters:
+    """Parameters that are averaged over other ranks than the rest of the model.
+
+    Attributes:
+        owner: name of these parameters, different for ranks that hold different parameters under equal names.
+        names: their names on this rank.
+        groups: the ranks that hold them.
+    """
+
+    owner: str
+    names: frozenset[str]
+    groups: Groups
+
+
+@dataclass(frozen=True)
+class GroupedReducers:
+    """Reducers in force in one step.
+
+    Attributes:
+        every: the reducer of each group, beginning with the data-parallel group.
+        places: index of the group of each parameter, by name. Other parameters have the data-parallel group.
+    """
+
+    every: Sequence[Reducer]
+    places: Mapping[str, int]
+
+    def of(self, partition: Partition) -> Reducer:
+        """Return the reducer of the bucket that `partition` cuts."""
+        names = (segment.parameter for segment in partition.segments if segment.parameter != PADDING)
+        return self.every[self.places.get(next(names, PADDING), 0)]
+
+
+class GroupedReductions:
+    """Reductions of a model, by the group over which its parameters are averaged.
+
+    Args:
+        context: context of the data-parallel group.
+        separate: parameters with other groups; empty for most models.
+    """
+
+    def __init__(self, context: ReductionContext, separate: Sequence[SeparateParameters] = ()) -> None:
+        main = Reductions(context)
+        # Messages of different groups have equal numbers, so their random numbers need different seeds.
+        seeds = range(context.run.seed + 1, context.run.seed + 1 + len(separate))
+        others = [main.over(one.groups, one.owner, seed) for one, seed in zip(separate, seeds, strict=True)]
+        self.context = context
+        self._every = (main, *others)
+        self._places = {name: index for index, one in enumerate(separate, 1) for name in one.names}
+
+    @property
+    def groups(self) -> Sequence[Groups]:
+        """Return the groups of ranks, those of the data-parallel group first."""
+        return [reductions.context.groups for reductions in self._every]
+
+    def at(
+        self, settings: AnyCompressedGradients, step: int, dense: bool = False, flush: bool = False
+    ) -> GroupedReducers:
+        """Return the reducers for `settings` in optimizer step `step` (0-based).
+
+        Args:
+            settings: the settings of gradients.
+            step: the optimizer step.
+            dense: send everything uncompressed.
+            flush: send the residuals, too, and everything uncompressed.
+        """
+        every = [reductions.at(settings, step).reducer(dense, flush) for reductions in self._every]
+        return GroupedReducers(every, self._places)

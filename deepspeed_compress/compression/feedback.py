@@ -12,11 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.batches import Batch
-from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.codec import Batch, Codec
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import FIRST, Keys
+from deepspeed_compress.compression.kernels.arguments import FIRST, Keys, ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
@@ -30,10 +28,6 @@ class Feedback(Protocol):
 
         If False, it adds them as other ranks would decode them.
         """
-
-    @property
-    def stores(self) -> tuple[Residuals, ...]:
-        """Return the stores that hold one number per element."""
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode `x` plus its residual into `out`, and store what the message leaves out.
@@ -71,7 +65,6 @@ class NoFeedback:
     """No error feedback: what the codec leaves out is lost."""
 
     own_exact = True
-    stores: tuple[Residuals, ...] = ()
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         codec.compressor.compress(x, out, key)
@@ -99,10 +92,6 @@ class ErrorFeedback:
     residuals: Residuals
     decay: float = 1.0
     own_exact: bool = True
-
-    @property
-    def stores(self) -> tuple[Residuals, ...]:
-        return (self.residuals,)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode `x` (flat fp32, coefficients of `segments`, not changed) plus the residual into `out` (uint8).
@@ -168,10 +157,6 @@ class MomentumCorrection:
     def own_exact(self) -> bool:
         """Return False: own elements are encoded like all others, so that all of them carry the same momentum."""
         return False
-
-    @property
-    def stores(self) -> tuple[Residuals, ...]:
-        return self.velocity, self.accumulated
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Add gradients `x` (flat fp32 coefficients, not changed) to the velocity, and encode what has accumulated."""

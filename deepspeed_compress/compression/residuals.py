@@ -13,20 +13,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.batches import Batch
+from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.layouts import (
+from deepspeed_compress.compression.segments import (
     Layout,
     LayoutIndex,
     Range,
+    Segment,
     cuts,
     layout_of,
     numel_of,
     placed,
     segments_of,
 )
-from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
 ELEMENTS = Identity()
@@ -317,10 +317,6 @@ class Residuals:
         """Discard the values of the running step, because it was skipped."""
         for slot in self._slots.values():
             slot.written = False
-
-    def bytes_of(self, numel: int) -> int:
-        """Return the number of bytes that `numel` elements of one message occupy."""
-        return self.storage.payload_bytes(numel) * (2 if self.transactional else 1)
 
     def prune(self) -> None:
         """Drop the messages that the running step has not written: after loading, those that other ranks own."""

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepspeed_compress.compression.layouts import Layout, numel_of
 from deepspeed_compress.compression.residual_stores import kind_of
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
+from deepspeed_compress.compression.segments import Layout, numel_of
 from deepspeed_compress.compression.state_description import VERSION, Description, Moment, Position, read_description
 from deepspeed_compress.compression.transforms import Transform, described, transform_of
 from deepspeed_compress.errors import StateError

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.compression.layouts import Layout
 from deepspeed_compress.compression.residuals import STORAGE
+from deepspeed_compress.compression.segments import Layout
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.safe_files import read_text
 

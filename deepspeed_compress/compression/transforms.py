@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.tables import FIRST, NUMEL, MessageTable
+from deepspeed_compress.compression.kernels.arguments import FIRST, NUMEL, MessageTable
 from deepspeed_compress.compression.segments import Segment
 
 

@@ -82,7 +82,7 @@ def _leave_gloo() -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
         return
-    from deepspeed_compress.collectives.gloo import is_gloo
+    from deepspeed_compress.collectives.exchange import is_gloo
 
     if is_gloo():
         gc.collect()

@@ -1,8 +1,7 @@
 """Decisions between steps about the settings in force. All ranks decide alike, because they use the same figures."""
 
-from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.policy.decider import Actions, Observation, StepPlan
-from deepspeed_compress.policy.measurement import Choice, Measurement, WeightCosts
+from deepspeed_compress.policy.measurement import AlphaBeta, Choice, Measurement, WeightCosts
 from deepspeed_compress.policy.policy import Policy
 from deepspeed_compress.policy.selector import AllowedChoices, CandidateSelector
 

@@ -6,7 +6,7 @@ Sender and receiver compute the new values by the same function, so both hold th
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.blockwise import Blockwise
+from deepspeed_compress.compression.compressors.quantizers import Blockwise
 
 _BLOCK_SIZE = 256
 """Number of values that share a scale."""

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.grouped import SeparateParameters
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reduction import Groups
+from deepspeed_compress.collectives.reduction import Groups, SeparateParameters
 from deepspeed_compress.compression.state import Contents
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.monitor import EventSink, Meter
@@ -38,7 +37,6 @@ class EngineDescription:
         step: number of optimizer steps that the engine has taken.
         sink: another receiver of the figures.
         island: number of this island, if there are several.
-        others_listen: see `Reporter`.
         meter: counts and times of this rank.
     """
 
@@ -57,7 +55,6 @@ class EngineDescription:
     step: int = 0
     sink: EventSink | None = None
     island: int | None = None
-    others_listen: Callable[[], bool] = lambda: False
     meter: Meter = field(default_factory=Meter)
 
 

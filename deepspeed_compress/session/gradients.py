@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.grouped import GroupedReducers, GroupedReductions
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
 from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer, Run
+from deepspeed_compress.collectives.reduction import GroupedReducers, GroupedReductions
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
 from deepspeed_compress.config.methods import NoCompression

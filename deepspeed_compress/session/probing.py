@@ -19,7 +19,7 @@ from deepspeed_compress.compression.compressors import Compressor
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts
-from deepspeed_compress.policy.alpha_beta import fit
+from deepspeed_compress.policy.measurement import fit
 from deepspeed_compress.policy.penalty import low_rank_error
 
 SLICE_NUMEL = 4096
@@ -350,19 +350,13 @@ def weighted(x: Tensor, weights: Tensor) -> float:
     return float(x.square().mul_(weights).sum())
 
 
-def encode_seconds(compressor: Compressor, x: Tensor) -> float:
-    """Return the seconds that it takes to encode one element of `x`, flat fp32 and not empty."""
-    begin = now(x.device)
-    _payload(compressor, x)
-    return (now(x.device) - begin) / x.numel()
-
-
-def decode_seconds(compressor: Compressor, x: Tensor) -> float:
-    """Return the seconds that it takes to decode one element of a message of `x`, flat fp32 and not empty."""
-    payload, out = _payload(compressor, x), torch.zeros_like(x)
-    begin = now(x.device)
+def codec_seconds(compressor: Compressor, x: Tensor) -> tuple[float, float]:
+    """Return the seconds to encode, and to decode, one element of a message of `x`, flat fp32 and not empty."""
+    out, begin = torch.zeros_like(x), now(x.device)
+    payload = _payload(compressor, x)
+    encoded = now(x.device)
     compressor.decompress_add(payload, out, 1.0)
-    return (now(x.device) - begin) / x.numel()
+    return (encoded - begin) / x.numel(), (now(x.device) - encoded) / x.numel()
 
 
 def low_rank_seconds(x: Tensor, rank: int) -> float:
@@ -397,5 +391,5 @@ def _try_weights(settings: WeightsConfig, sample: Tensor, traffic: WeightTraffic
     compressor = settings.compressor()
     if not traffic.sent or not sample.numel():
         return bytes_each(compressor) * traffic.sent, 0.0
-    encoding, decoding = encode_seconds(compressor, sample), decode_seconds(compressor, sample)
+    encoding, decoding = codec_seconds(compressor, sample)
     return bytes_each(compressor) * traffic.sent, encoding * traffic.own + decoding * traffic.decoded

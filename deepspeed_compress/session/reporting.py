@@ -40,7 +40,6 @@ class Reporter:
         byte_report: returns the rank whose bytes are reported and those bytes, from the bytes of this rank; None on
             ranks that do not report.
         device: the device of the reductions.
-        others_listen: returns True if steps must be measured for others than the sinks.
         group: the ranks that report together; None for the whole job.
     """
 
@@ -50,7 +49,6 @@ class Reporter:
         meter: Meter,
         byte_report: ByteReport,
         device: torch.device,
-        others_listen: Callable[[], bool] = lambda: False,
         group: ProcessGroup | None = None,
     ) -> None:
         self.sinks: list[Sink] = []
@@ -59,12 +57,11 @@ class Reporter:
         self._byte_report = byte_report
         self._device = device
         self._ended: float | None = None
-        self._others_listen = others_listen
         self._busy_times = BusyTimes(device, group)
 
     def due(self, step: int) -> bool:
         """Return True if the finished `step` (1-based) is measured: every `every`-th, if anyone wants the figures."""
-        return step % self._every == 0 and (bool(self.sinks) or self._others_listen())
+        return step % self._every == 0 and bool(self.sinks)
 
     def step_ended(self) -> float | None:
         """Return the milliseconds since the end of the previous step; None for the first."""

@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.collectives.grouped import GroupedReductions
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
-from deepspeed_compress.collectives.reduction import ReductionContext
+from deepspeed_compress.collectives.reduction import GroupedReductions, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.config import SECTION, PowerSGDGradients, WeightsConfig, total_steps
@@ -99,7 +98,7 @@ class Session:
         """Clock, meter, seed and pace, which all reducers share."""
         self.journal = Journal(config.monitor.path, new_run(group), engine.step, of_first(utc_now(), group))
         self._log = EventLog(self.journal, engine.writes, engine.island)
-        self._reporter = Reporter(config.monitor, self.meter, engine.byte_report, device, engine.others_listen, group)
+        self._reporter = Reporter(config.monitor, self.meter, engine.byte_report, device, group)
         writer = StatisticsWriter(self.journal, engine.sink)
         if writer.active:
             self.subscribe(writer.write)
@@ -179,11 +178,6 @@ class Session:
     @property
     def _plan(self) -> StepPlan:
         return self._settings.plan
-
-    @property
-    def reports(self) -> bool:
-        """Return True if the running step is measured for subscribers: in all islands or in none."""
-        return self._reporter.due(self.clock.step + 1)
 
     @property
     def synchronises(self) -> bool:

@@ -15,9 +15,8 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.compression import state
-from deepspeed_compress.compression.layouts import Range
 from deepspeed_compress.compression.residual_stores import kind_of, owner_of
-from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.compression.segments import PADDING, Range
 from deepspeed_compress.compression.state_description import Description, Moment, Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from deepspeed_compress.collectives.buckets import even_partition
-from deepspeed_compress.collectives.grouped import GroupedReductions
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.collectives.reduction import Groups, ReductionContext
+from deepspeed_compress.collectives.reduction import GroupedReductions, Groups, ReductionContext
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section

@@ -59,7 +59,7 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange": (
             "1-default",
-            "1-contiguous_gradients",
+            "1-reduce_scatter",
             "2-default",
             "3-default",
         ),

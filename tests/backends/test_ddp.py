@@ -507,6 +507,10 @@ def not_wrapped() -> None:
     deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
 
 
+def not_an_optimizer() -> None:
+    deepspeed_compress.ddp.attach(DistributedDataParallel(Branches()), section(FOUR_BITS), object())
+
+
 def to_deepspeed() -> None:
     deepspeed_compress.attach(Branches())
 
@@ -519,6 +523,7 @@ LATE: Mapping[Callable[[], None], str] = {
     join: "join()",
     momentum_twice: "in no_sync()",
     not_wrapped: "expected a DistributedDataParallel, got",
+    not_an_optimizer: "expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got object",
     to_deepspeed: "expected a DeepSpeedEngine, got",
 }
 """Programs, and a part of the message that refuses each."""
@@ -608,19 +613,6 @@ def test_copies_and_pickles_exclude_the_attached_state() -> None:
         assert copy_ == saved
 
 
-def scaled(rank: int) -> bool:
-    """Return whether a copy of a scaler still calls the follower of the original."""
-    start()
-    model = DistributedDataParallel(Branches())
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
-    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer, scaler)
-    return "update" in vars(copy.deepcopy(scaler))
-
-
-def test_a_copied_scaler_is_a_plain_one() -> None:
-    assert run_forks(1, scaled) == [False]
-
-
 def wrapped_optimizer(kind: str, model: nn.Module) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     if kind == "accelerate":
@@ -658,18 +650,6 @@ def test_optimizers_that_wrap_another_one() -> None:
     for first, *others in run_forks(2, with_wrapped, kinds):
         assert first[1] == 3
         assert all(other == first for other in others)
-
-
-def not_an_optimizer(rank: int) -> str:
-    start()
-    model = DistributedDataParallel(Branches())
-    return refusal(partial(deepspeed_compress.ddp.attach, model, section(FOUR_BITS), object()))
-
-
-def test_an_object_that_is_not_an_optimizer_is_refused_by_type() -> None:
-    [message] = run_forks(1, not_an_optimizer)
-    assert "expected a torch optimizer, or a wrapper with one in its attribute `optimizer`, got object" in message
-    assert "pass the torch optimizer" in message
 
 
 def failing(rank: int) -> list[list[list[float]]]:

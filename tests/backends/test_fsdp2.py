@@ -272,21 +272,20 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path:
     assert run_forks(2, load_after_an_interruption, str(tmp_path), True) == alone
 
 
-@pytest.mark.parametrize(
-    "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
-    assert run_forks(2, resume, Setting(given), str(tmp_path)) == [(True, True)] * 2
+RESUMED = {
+    "int4": Setting(FOUR_BITS),
+    "random": Setting(STOCHASTIC),
+    "none": Setting(NO_FEEDBACK),
+    "rank": Setting(LOW_RANK),
+    "bf16": Setting(STOCHASTIC, options={"mp_policy": BF16_BOTH}),
+    "copies": Setting({**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}}, HSDP),
+}
 
 
-def test_a_resumed_run_in_bf16(tmp_path: Path) -> None:
-    setting = Setting(STOCHASTIC, options={"mp_policy": BF16_BOTH})
-    assert run_forks(2, resume, setting, str(tmp_path)) == [(True, True)] * 2
-
-
-def test_a_resumed_run_of_copies(tmp_path: Path) -> None:
-    weights = {**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}}
-    assert run_forks(4, resume, Setting(weights, HSDP), str(tmp_path)) == [(True, True)] * 4
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+    ranks = 4 if name == "copies" else 2
+    assert run_forks(ranks, resume, RESUMED[name], str(tmp_path)) == [(True, True)] * ranks
 
 
 def test_other_ranks_and_units_take_over_the_sums(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from deepspeed_compress.collectives.buckets import Partition, even_partition, pa
 from deepspeed_compress.collectives.messages import Channel, Messages, RankLayout, make_layouts
 from deepspeed_compress.collectives.packing import Packer
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.compression.batches import Batch, Part
-from deepspeed_compress.compression.codec import Codec, NoSend
+from deepspeed_compress.compression.codec import Batch, Codec, NoSend, Part
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, Sign, TopK, message_key
 from deepspeed_compress.compression.feedback import ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, SpreadSum
 from deepspeed_compress.compression.residuals import ELEMENTS, Residuals

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.groups import split_by_node
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
-from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.two_level import HierarchicalReducer
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition
-from deepspeed_compress.collectives.hybrid import HybridReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.two_level import HybridReducer
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.monitor import Meter

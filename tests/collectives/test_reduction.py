@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.collectives.channels import RAW
-from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.gather import EXACT
-from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
-from deepspeed_compress.collectives.parameters import Parameters
+from deepspeed_compress.collectives.parameters import RAW, Parameters
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
-from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, Run, StepClock
+from deepspeed_compress.collectives.reducer import CHUNK_NUMEL, ClippingReducer, Run, StepClock
 from deepspeed_compress.collectives.reduction import Groups, Reduction, ReductionContext, Reductions
+from deepspeed_compress.collectives.two_level import HierarchicalReducer
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import (
@@ -31,7 +29,6 @@ from deepspeed_compress.compression.compressors import (
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.transforms import DCT
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Meter
@@ -133,12 +130,6 @@ def test_error_feedback_has_a_store_for_each_direction(
         assert found == ErrorFeedback(reduction.stores[name], decay)
     for store in reduction.stores.values():
         assert (store.dtype, store.on_host, store.transactional, store.scaled) == (dtype, on_host, transactional, True)
-
-
-def test_null_disables_error_feedback(group: ProcessGroup) -> None:
-    reduction = build(group, section({"error_feedback": None}))
-    assert not reduction.stores
-    assert feedback_of(reduction.compressed) == (NoFeedback(), NoFeedback())
 
 
 def test_dgc_has_two_buffers_and_clips(group: ProcessGroup) -> None:
@@ -245,20 +236,6 @@ def test_delayed_parameters_accumulate_in_the_residual_of_the_method(group: Proc
     assert kept == ErrorFeedback(reduction.stores["gradients"])
 
 
-def test_the_density_falls_during_its_warmup(group: ProcessGroup) -> None:
-    override = {"parameters": "embed", "method": "topk", "density": 0.1, "density_warmup_steps": 2}
-    config = section({"method": "dgc", "density": 0.005, "density_warmup_steps": 8, "overrides": [override]})
-    reduction = build(group, config)
-    for step, main, other in ((0, 0.25, 0.25), (2, 0.0625, 0.1), (8, 0.005, 0.1)):
-        assert codec_of(reduction, "head.weight", step).compressor == TopK(main)
-        assert codec_of(reduction, "embed.weight", step).compressor == TopK(other)
-
-
-def test_transforms_get_the_widths_of_matrices(group: ProcessGroup) -> None:
-    widths = {"embed.weight": 8, "layer.0.weight": 8, "head.weight": 100}
-    assert codec_of(build(group, section({"method": "demo"})), "head.weight").transform == DCT(widths, 64)
-
-
 def two_levels(reducer: object) -> tuple[PayloadReducer, PayloadReducer]:
     assert isinstance(reducer, HierarchicalReducer)
     return reducer.node, payload(reducer.across)
@@ -352,12 +329,6 @@ def test_the_plain_reducer_compresses_nothing(groups: Groups, gradients: dict[st
         assert codecs(reducer) == (Codec(Cast(FP32)),)
         assert {channel_of(reducer, name) for name in SHAPES} == {RAW}
         assert feedback_of(reducer, RAW) == (NoFeedback(), NoFeedback())
-
-
-def test_an_override_without_first_matches_warns(group: ProcessGroup) -> None:
-    overrides = [{"parameters": "bias|weight", "method": "sign"}, {"parameters": "head", "method": "none"}]
-    with pytest.warns(CompressWarning, match="overrides/1/parameters.*has no effect"):
-        build(group, section({"overrides": overrides}))
 
 
 def test_an_override_that_matches_nothing_warns_with_its_pointer(group: ProcessGroup) -> None:

@@ -15,9 +15,8 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection
-from deepspeed_compress.compression.layouts import Layout, segments_of
 from deepspeed_compress.compression.residuals import STORAGE, Residuals
-from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.segments import Layout, Segment, segments_of
 from deepspeed_compress.compression.state_description import Description, Moment, Position, read_description
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform, described, transform_of
 from deepspeed_compress.errors import StateError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
 from tests.support.triton_interpreter import CompiledKernel, Runner, compiled
 
 pytestmark = [
@@ -135,22 +135,3 @@ def test_kernels_do_not_spill_and_have_wide_accesses_and_enough_warps(
         if kernel.name not in expected.scattered:
             assert all(kernel.accesses(operation, 128) for operation in expected.wide), kernel.name
     assert min(kernel.warps_at_once for kernel in kernels) >= expected.warps[capability == 80]
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "at_once"),
-    [(32, 0, 4, 64), (33, 0, 4, 48), (54, 0, 1, 32), (100, 32768, 16, 16), (255, 0, 4, 8), (32, 100 << 10, 8, 8)],
-)
-def test_warps_at_once_depend_on_registers_and_shared_memory(
-    registers: int, shared: int, warps: int, at_once: int
-) -> None:
-    kernel = CompiledKernel("", "", b"", warps, shared)
-    vars(kernel)["registers"] = registers
-    assert kernel.warps_at_once == at_once
-
-
-def test_spills_and_wide_accesses_are_detected() -> None:
-    kernel = CompiledKernel("", "", b"", 4, 0)
-    vars(kernel)["sass"] = "STL [R1], R2 ;\nLDG.E.128 R4, desc[UR6][R2.64] ;\nSTG.E.U8 [R4.64], R1 ;"
-    assert kernel.uses_local_memory
-    assert (kernel.accesses("LDG", 128), kernel.accesses("STG", 128)) == (True, False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed_compress.compression.kernels import implementations
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
 
 CPU = torch.device("cpu")
 cpu = implementations(CPU)["cpu"]

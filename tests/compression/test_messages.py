@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import for_device, reference
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import END, FIRST, SOURCE, Keys, MessageTable, next_key, single
+from deepspeed_compress.compression.kernels.arguments import (
+    END,
+    FIRST,
+    SOURCE,
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+    next_key,
+    single,
+)
 from tests.support.triton_interpreter import Runner, gpu_or_interpreter
 
 NUMELS = (4097, 64, 1, 2048, 65, 2047, 130)
@@ -150,6 +159,7 @@ def run() -> Iterator[Runner]:
         yield runner
 
 
+@pytest.mark.sampled(8, "deepspeed_compress/compression/kernels")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_kernels_have_the_bits_of_the_reference(
     run: Runner, case: tuple[str, torch.dtype, str, int, bool]

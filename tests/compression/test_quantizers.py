@@ -13,12 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import Compressor
 from deepspeed_compress.compression.compressors.blocks import BlockQuantizer
-from deepspeed_compress.compression.compressors.blockwise import Blockwise
-from deepspeed_compress.compression.compressors.fp8 import FP8
-from deepspeed_compress.compression.compressors.linear import Linear
-from deepspeed_compress.compression.compressors.percentile import Percentile
-from deepspeed_compress.compression.compressors.qsgd import QSGD
-from deepspeed_compress.compression.compressors.sign import Sign
+from deepspeed_compress.compression.compressors.quantizers import FP8, QSGD, Blockwise, Linear, Percentile, Sign
 from deepspeed_compress.compression.kernels import reference
 from tests.compression import oracles
 from tests.compression.oracles import Doubles, Grid
@@ -65,8 +60,6 @@ QUANTIZERS: list[BlockQuantizer] = [
 examples = settings(properties, max_examples=15)
 every_quantizer = pytest.mark.parametrize("codec", QUANTIZERS, ids=repr)
 on_a_grid = pytest.mark.parametrize(("codec", "oracle"), GRIDS, ids=[repr(codec) for codec, _ in GRIDS])
-UNBIASED = [(codec, oracle) for codec, oracle in GRIDS if codec.stochastic and getattr(codec, "percentile", 100) == 100]
-"""Unbiased quantizers: stochastic ones that do not clip."""
 
 
 def sample(seed: int, numel: int = 5 * BLOCK + 7, exponent: int = 0) -> Tensor:
@@ -110,43 +103,6 @@ def test_every_code_matches_the_published_form(
         assert (np.abs(found - expected)[undecided] <= 1.001 * grid.step).all()
 
 
-@SAMPLED
-@pytest.mark.parametrize(("codec", "oracle"), UNBIASED, ids=[repr(codec) for codec, _ in UNBIASED])
-def test_the_mean_over_keys_equals_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
-    """It is within 5 standard errors for 1000 keys. 0.01 % of a step is allowed for fp32."""
-    count, x = 1000, sample(3, BLOCK)
-    mean = torch.stack([transmit(codec, x, key) for key in range(count)]).double().mean(dim=0).numpy()
-    grid = oracle(x.double().numpy())
-    assert (np.abs(mean - x.double().numpy()) <= 5 * grid.standard_error(count) + 1e-4 * grid.step).all()
-
-
-@pytest.mark.parametrize("key", range(10))
-def test_two_stochastic_bits_match_terngrad(key: int) -> None:
-    x = sample(key, BLOCK)
-    expected = oracles.terngrad(x.double().numpy(), uniforms_of(key, BLOCK))
-    assert np.allclose(transmit(Blockwise(2, BLOCK, stochastic=True), x, key).numpy(), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("levels", [1, 4, 7, 100])
-def test_qsgd_matches_equation_3_1(levels: int) -> None:
-    """Positive elements are rounded away from zero by large uniform numbers, negative ones by small ones."""
-    x = sample(levels, BLOCK)
-    uniforms = uniforms_of(9, BLOCK)
-    # Uniform numbers have 24 bits, so 1 - u is never 0, and the reflection keeps all decisions.
-    coins = np.where(x.numpy() >= 0, 1 - uniforms - 2.0**-25, uniforms)
-    expected = oracles.qsgd_values(x.double().numpy(), levels, coins)
-    assert np.allclose(transmit(QSGD(levels, BLOCK), x, 9).numpy(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("levels", [1, 2, 7, 127])
-def test_the_variance_of_qsgd_is_within_lemma_3_1(levels: int) -> None:
-    """E||Q(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2 for the mean over 500 keys, within 5 standard errors."""
-    x = sample(1, BLOCK)
-    errors = torch.tensor([norm2(transmit(QSGD(levels, BLOCK), x, key) - x) for key in range(500)]) / norm2(x)
-    bound = min(BLOCK / levels**2, math.sqrt(BLOCK) / levels)
-    assert float(errors.mean()) <= bound + 5 * float(errors.std()) / math.sqrt(len(errors))
-
-
 @pytest.mark.parametrize(
     ("levels", "bits"), [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (63, 7), (64, 8), (127, 8)]
 )
@@ -169,15 +125,6 @@ def test_sign_matches_the_scaled_sign(x: Tensor) -> None:
 
 def test_the_sign_of_zero_is_positive() -> None:
     assert transmit(Sign(32), torch.tensor([0.0, -0.0, -4.0, 8.0])).tolist() == [3.0, 3.0, -3.0, 3.0]
-
-
-@properties
-@given(x=vectors)
-def test_the_error_of_sign_depends_on_the_density_of_the_block(x: Tensor) -> None:
-    """||x - C(x)||^2 = (1 - d) ||x||^2 with d = ||x||_1^2 / (n ||x||^2) (arXiv:1901.09847)."""
-    for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
-        density = np.abs(part).sum() ** 2 / (len(part) * (part**2).sum())
-        assert math.isclose(oracles.squared_error(part, found), 1 - density, rel_tol=0, abs_tol=1e-5)
 
 
 CONTRACTIONS: list[tuple[BlockQuantizer, float]] = [
@@ -217,45 +164,23 @@ def distributions() -> dict[str, Tensor]:
     return {name: torch.from_numpy(values.astype(np.float32)) for name, values in drawn.items()}
 
 
-@pytest.mark.parametrize(("name", "documented"), [("normal", 0.12), ("laplace", 0.18)])
-def test_the_error_of_two_bits_is_as_documented_and_below_ternary_forms(name: str, documented: float) -> None:
-    x = distributions()[name]
-    parts = blocks(x, 256)
-    found = oracles.squared_error(x.double().numpy(), transmit(Blockwise(2, 256), x).double().numpy())
-    ternary = np.concatenate([oracles.ternary_weights(part) for part in parts])
-    assert abs(found - documented) < 0.01
-    assert found < 0.7 * oracles.squared_error(x.double().numpy(), ternary)
-    absmax = np.concatenate([oracles.absmax(part, 2).decode() for part in parts])
-    assert found < 0.3 * oracles.squared_error(x.double().numpy(), absmax)
-
-
 @pytest.mark.parametrize(
-    ("codec", "name", "documented"),
+    ("codec", "name", "documented", "slack"),
     [
-        (Blockwise(3, 256), "normal", 0.039),
-        (Blockwise(3, 256), "laplace", 0.060),
-        (Sign(256, levels=3), "normal", 0.19),
-        (Sign(256, levels=3), "laplace", 0.267),
+        (Blockwise(2, 256), "normal", 0.12, 0.08),
+        (Blockwise(2, 256), "laplace", 0.18, 0.05),
+        (Blockwise(3, 256), "normal", 0.039, 0.04),
+        (Blockwise(3, 256), "laplace", 0.060, 0.04),
+        (Sign(256, levels=3), "normal", 0.19, 0.04),
+        (Sign(256, levels=3), "laplace", 0.267, 0.04),
     ],
     ids=repr,
 )
-def test_the_error_of_three_bits_and_three_levels_is_as_documented(
-    codec: BlockQuantizer, name: str, documented: float
+def test_the_error_of_fitted_levels_is_as_documented(
+    codec: BlockQuantizer, name: str, documented: float, slack: float
 ) -> None:
     x = distributions()[name]
-    assert abs(oracles.squared_error(x.double().numpy(), transmit(codec, x).double().numpy()) / documented - 1) < 0.04
-
-
-def test_fitted_levels_have_a_smaller_error_than_signs_and_absmax_levels() -> None:
-    for x in distributions().values():
-        exact = x.double().numpy()
-        errors = [
-            oracles.squared_error(exact, transmit(codec, x).double().numpy())
-            for codec in (Sign(256), Sign(256, levels=3), Blockwise(3, 256))
-        ]
-        absmax = np.concatenate([oracles.absmax(part, 3).decode() for part in blocks(x, 256)])
-        assert errors[1] < 0.55 * errors[0]
-        assert errors[2] < 0.7 * oracles.squared_error(exact, absmax)
+    assert abs(oracles.squared_error(x.double().numpy(), transmit(codec, x).double().numpy()) / documented - 1) < slack
 
 
 @SAMPLED
@@ -321,18 +246,6 @@ def test_numbers_of_an_fp8_format_are_exact(name: str, largest: int, count: int)
 def test_an_unknown_fp8_format_is_named() -> None:
     with pytest.raises(KeyError, match="e3m4"):
         encode(FP8("e3m4"), torch.ones(3))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantization_matches_fake_quantize_of_torch(bits: int) -> None:
-    """torch multiplies by the reciprocal of the scale, so it may round ties differently."""
-    rows, levels = sample(5, 200 * BLOCK).view(-1, BLOCK), 2 ** (bits - 1) - 1
-    scales = rows.abs().amax(dim=1) / levels
-    zeros = torch.zeros(len(rows), dtype=torch.int32)
-    expected = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -levels, levels)
-    steps = (transmit(Blockwise(bits, BLOCK), rows.view(-1)).view_as(rows) - expected) / scales.unsqueeze(1)
-    assert (steps.abs() < 1e-3).float().mean() > 0.999
-    assert float(steps.abs().max()) < 1.001
 
 
 @SAMPLED
@@ -472,14 +385,6 @@ def test_percentile_sends_the_few_nonzero_elements_of_a_block(percentile: float)
     x = torch.zeros(256)
     x[100] = -3.0
     assert torch.equal(transmit(Percentile(8, 256, percentile), x), x)
-
-
-@properties
-@given(x=vectors, bits=st.sampled_from(BITS))
-def test_percentile_100_equals_blockwise(x: Tensor, bits: int) -> None:
-    if bits > 2:
-        assert torch.equal(encode(Percentile(bits, BLOCK, 100.0), x), encode(Blockwise(bits, BLOCK), x))
-    assert torch.equal(encode(Percentile(bits, BLOCK, 100.0, True), x), encode(Blockwise(bits, BLOCK, True), x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])

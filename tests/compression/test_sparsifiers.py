@@ -13,9 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.compressors.base import message_key
-from deepspeed_compress.compression.compressors.block_topk import BlockTopK
-from deepspeed_compress.compression.compressors.randomk import RandomK
-from deepspeed_compress.compression.compressors.topk import TopK
+from deepspeed_compress.compression.compressors.sparsifiers import BlockTopK, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
 from tests.compression.sparse_oracles import Floats, group_top_k, kept_of, only, packed_bits, top_k
 from tests.support.codecs import encode, transmit
@@ -73,41 +71,6 @@ def test_the_bits_of_an_index_depend_on_the_length_of_the_message(scope: Scope, 
     positions = top_k(x, density, len(x))
     sent = encode(TopK(float(density), scope=scope), torch.from_numpy(x)).numpy().tobytes()
     assert sent == packed_bits(positions, (len(x) - 1).bit_length()) + x[positions].tobytes()
-
-
-def sampled_cases() -> dict[str, Tensor]:
-    """Return rows for which the threshold of a sample is good, too high, too low, or tied."""
-    numel = 40_000
-    normal = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    return {
-        "good": normal,
-        "too_high": torch.where(torch.arange(numel) % 100 == 0, 10 + normal.abs(), normal),
-        "too_low": torch.where(torch.arange(numel) % 100 == 0, 0.0, normal),
-        "ties": (normal * 2).round(),
-        "zeros": torch.zeros(numel),
-        "non_finite": torch.where(torch.arange(numel) % 5000 == 7, math.nan, normal),
-    }
-
-
-@pytest.mark.parametrize("k", [1, 40, 400, 20_000])
-@pytest.mark.parametrize("case", sampled_cases())
-def test_the_sampled_threshold_gives_the_exact_top_k(case: str, k: int) -> None:
-    row = sampled_cases()[case].view(1, -1)
-    assert torch.equal(reference.top_k_sampled(row, k), reference.top_k_rows(row, k))
-
-
-def test_the_sampled_threshold_avoids_searching_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the sample is representative, few elements survive. Otherwise, all elements are searched."""
-    searched: list[int] = []
-
-    def counting(rows: Tensor, k: int) -> Tensor:
-        searched.append(rows.numel())
-        return rows[:, :k].long()
-
-    monkeypatch.setattr(reference, "top_k_rows", counting)
-    for case in ("good", "too_high"):
-        reference.top_k_sampled(sampled_cases()[case].view(1, -1), 1000)
-    assert searched == [40_000]
 
 
 @properties
@@ -213,13 +176,6 @@ def test_random_k_keeps_k_elements_of_every_block(density: str, numel: int, key:
     assert counts == [kept_of(density, size) for size in sizes]
 
 
-@properties
-@given(st.integers(1, 300), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_keys_with_equal_upper_halves_draw_equal_positions(numel: int, upper: int, one: int, other: int) -> None:
-    codec = RandomK(0.3, BLOCK)
-    assert support(codec, numel, upper << 32 | one) == support(codec, numel, upper << 32 | other)
-
-
 def test_keys_with_different_upper_halves_draw_different_positions() -> None:
     supports = [support(RandomK(0.25, BLOCK), 4 * BLOCK, upper << 32) for upper in range(20)]
     assert len({tuple(found) for found in supports}) == 20
@@ -258,37 +214,6 @@ def test_every_element_and_pair_is_drawn_with_its_probability() -> None:
         pair = count * (count - 1) / (size * (size - 1))
         expected = torch.full((size, size), pair).fill_diagonal_(count / size)
         assert ((part - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()
-
-
-@MANY_DRAWS
-def test_rescaled_random_k_is_unbiased() -> None:
-    """The mean over n keys is within 5 standard errors, x sqrt((m / k - 1) / n)."""
-    x = torch.linspace(-3, 5, 2 * 32 + 10)
-    mean = drawn(RandomK(0.25, 32, rescale=True), x).mean(dim=0)
-    ratio = torch.cat((torch.full((64,), 32 / 8), torch.full((10,), 10 / 3)))
-    assert ((mean - x).abs() <= 5 * x.abs() * ((ratio - 1) / DRAWS).sqrt() + 1e-6).all()
-
-
-@MANY_DRAWS
-def test_the_mean_squared_error_of_random_k_is_one_minus_density() -> None:
-    """E|x - C(x)|^2 = (1 - k / m) |x|^2 (Stich et al., arXiv:1809.07599), within 5 standard errors."""
-    x = torch.randn(128, generator=torch.Generator().manual_seed(3))
-    lost = (drawn(RandomK(0.25, 32), x) - x).square().sum(dim=1) / x.double().square().sum()
-    assert abs(float(lost.mean()) - 0.75) <= 5 * float(lost.std()) / math.sqrt(DRAWS)
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [TopK(0.25, BLOCK), TopK(0.25, scope="tensor"), TopK(0.25, scope="threshold"), BlockTopK(0.25, BLOCK, GROUP)],
-    ids=repr,
-)
-@properties
-@given(st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_the_squared_error_of_top_k_is_at_most_one_minus_density(codec: Compressor, groups: int, seed: int) -> None:
-    """|x - C(x)|^2 <= (1 - k / n) |x|^2 for every x (Stich et al., definition 2.1)."""
-    x = np.random.default_rng(seed).normal(size=groups * GROUP).astype(np.float32)
-    lost = float(((decoded(codec, x) - x).astype(np.float64) ** 2).sum())
-    assert lost <= 0.75 * float((x.astype(np.float64) ** 2).sum()) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

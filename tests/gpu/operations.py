@@ -10,8 +10,17 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import FP8, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.forms import TRITS, BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import BEGIN, END, FIRST, NUMEL, Keys, MessageTable
+from deepspeed_compress.compression.kernels.arguments import (
+    BEGIN,
+    END,
+    FIRST,
+    NUMEL,
+    TRITS,
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+)
 from tests.gpu.comparisons import Comparison, Kernels, same_bits, within
 
 FORMS = {
@@ -264,11 +273,6 @@ def top_k_of_sum(width: int, k: int, kept: torch.dtype) -> Comparison:
     )  # fmt: skip
 
 
-def _top_k_sampled(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
-    k = max(1, x.numel() // 100)
-    return (kernels.top_k_sampled(x.view(1, -1), k) if x.numel() else x,)
-
-
 def _rows(x: Tensor, width: int = 64) -> Tensor:
     return x[: x.numel() // width * width].view(-1, width)
 
@@ -481,7 +485,6 @@ COMPARISONS: Sequence[Comparison] = (
     *(pack_bits(width) for width in (1, 2, 3, 5, 8, 11, 16, 17)),
     *(pack_codes(width) for width in (1, 2, 3, 4, 8)),
     *(top_k_of_sum(width, k, kept) for width, k in ((64, 7), (4096, 30)) for kept in (FP32, BF16)),
-    Comparison("top_k_sampled", "top 1 % by a sample", _top_k_sampled, (ONE,), sizes=(70_001,)),
     Comparison("quantize_rows", "rows to 4 bits", _quantize_rows, (Fraction(1, 64),), unit=64),
     Comparison("quantize_rows_between", "rows between bounds", _quantize_rows_between, (Fraction(1, 64),), unit=64),
     Comparison("dequantize_rows_add", "rows added", _dequantize_rows_add, (Fraction(1, 64),), unit=64),

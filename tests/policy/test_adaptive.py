@@ -309,10 +309,6 @@ def test_a_saved_choice_does_not_depend_on_the_order_of_groups() -> None:
     assert found._choice == Choice((2, 3, 0))
 
 
-def test_the_first_of_equal_patterns_is_saved() -> None:
-    assert loaded(chosen(3, 2, 0, groups=["embed", "."]), groups=["embed", "."])._choice.gradients[:2] == (3, 2)
-
-
 @pytest.mark.parametrize("settings", [{"candidates": [{"bits": 4}]}, {"groups": ["embed"]}])
 def test_a_saved_setting_that_is_not_a_candidate_is_replaced(settings: dict[str, Any]) -> None:
     saved = chosen(3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepspeed_compress.policy.alpha_beta import AlphaBeta, fit
+from deepspeed_compress.policy.measurement import AlphaBeta, fit
 
 SIZES = [2.0**power for power in range(12, 25, 2)]
 

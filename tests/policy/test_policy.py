@@ -379,12 +379,6 @@ def test_a_resumed_policy_makes_the_same_decisions() -> None:
     assert resumed.events == straight.events[1:]
 
 
-def test_observations_without_figures_change_nothing() -> None:
-    run = Run()
-    run.observe(50, loss=None, norm=None)
-    assert not run.events
-
-
 ROLLBACK = {"rollback": {"behind": 0.1, "patience": 5}, "window": 8, "loss_spike": 9.0}
 PHASES = {"phases": [{"until": 0.5, "gradients": {"bits": 8}}, {"gradients": {"bits": 2}}], "total_steps": 40}
 

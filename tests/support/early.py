@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from deepspeed_compress.backends.deepspeed import bucket_sizes
+from deepspeed_compress.backends.deepspeed import engine_facts
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.jobs import Job, data, run, start, weights
@@ -35,7 +35,7 @@ def train_both(
     rank: int, job: Job, program: Program, reductions_of: Callable[[Any], EarlyReductions], smallest: int
 ) -> tuple[Seen, Seen]:
     """Train with early reductions, and without them, in buckets of at least `smallest` elements if the job has none."""
-    with patch.object(bucket_sizes, "SMALLEST_BUCKET", smallest):
+    with patch.object(engine_facts, "SMALLEST_BUCKET", smallest):
         return _train(rank, job, program, reductions_of, True), _train(rank, job, program, reductions_of, False)
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from deepspeed_compress.compression import kernels
 
-_HELPERS = ("compiled", "forms", "gpu_launch", "tables")
+_HELPERS = ("arguments", "compiled", "gpu_launch")
 
 
 def operations(module: ModuleType) -> set[str]:

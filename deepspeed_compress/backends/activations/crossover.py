@@ -15,8 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
-from deepspeed_compress.backends.activations.messages import ActivationMessages, activation_codec, gradient_codec
+from deepspeed_compress.backends.activations.messages import (
+    ActivationMessages,
+    AllToAllCall,
+    CompressedAllToAll,
+    activation_codec,
+    gradient_codec,
+)
 from deepspeed_compress.backends.activations.sums import compressed_sum
 from deepspeed_compress.backends.activations.tokens import Route, make_leg
 from deepspeed_compress.collectives.exchange import exchange

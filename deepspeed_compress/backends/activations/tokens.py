@@ -128,6 +128,21 @@ def make_leg(bits: int, meter: Meter) -> Leg:
     return Leg(bits, _Exchange(tokens, meter), _Exchange(gradients, meter))
 
 
+def exchange_rows(
+    rows: Tensor,
+    leg: Leg,
+    group: ProcessGroup,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the rows that this rank of `group` receives for `rows` ([n, width]). Splits are equal if they are None."""
+    equal = [len(rows) // group.size()] * group.size()
+    splits = (tuple(map(int, equal if some is None else some)) for some in (sent, received))
+    # PyTorch gives `apply` no types.
+    found: Tensor = ExchangeTokens.apply(rows, leg, Route(group, *splits))  # type: ignore[no-untyped-call]
+    return found
+
+
 class ExchangeTokens(torch.autograd.Function):
     """Rows that the ranks of a route exchange in the forward pass. Their gradients take the route back."""
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket
 from deepspeed_compress.backends.ddp.batches import Batch, Plan, Unused
 from deepspeed_compress.backends.groups import find_place_in
-from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
+from deepspeed_compress.backends.limits import check_reduced_once, find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, describe, read_section
 from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.payload import PendingMeans
@@ -161,8 +161,7 @@ def _count(attached: Attached, target: Target, model: DistributedDataParallel, i
     """Count the bytes of method "none", with which DDP sends all gradients for each synchronized forward pass."""
     if torch.is_grad_enabled() and model.require_backward_grad_sync:
         size = sum(parameter.nbytes for parameter in target.parameters.values())
-        for kind in ("bytes_uncompressed", "bytes_sent"):
-            attached.session.meter.count(kind, ring_all_reduce(size, target.group.size()))
+        attached.session.meter.count_engine_reduction(ring_all_reduce(size, target.group.size()))
 
 
 def _before_forward(
@@ -217,13 +216,8 @@ class _Buckets:
 
     def _begin(self) -> None:
         """Prepare for the first bucket of a backward pass."""
-        method = self._session.config.gradients.method
-        if self._steps.reduced and method in OWN_MOMENTUM:
-            raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
-                "reduced before in this optimizer step; reduce once per step: run all backward passes except the last "
-                "in no_sync()"
-            )
+        remedy = "run all backward passes except the last in no_sync()"
+        check_reduced_once(self._steps.reduced, self._session.config, remedy)
         self._steps.gradients_reduced()
         self._clear()
 

@@ -1,4 +1,4 @@
-"""Startup announcement: one line with the settings and the bytes to be sent and kept, and warnings about the engine."""
+"""Startup announcement: one line with the settings and the bytes to be sent, and warnings about the engine."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
-from deepspeed_compress.collectives.gloo import is_gloo
+from deepspeed_compress.collectives.exchange import is_gloo
 from deepspeed_compress.collectives.pace import launched_ranks_of_host
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, find_missing
@@ -106,8 +106,8 @@ def announcement(
 ) -> str:
     """Return the announcement.
 
-    It has the settings, the excluded parameters, the megabytes that rank 0 sends per step with and without compression,
-    and those that it keeps in memory.
+    It has the settings, the excluded parameters, and the megabytes that rank 0 sends per step with and without
+    compression.
     """
     where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
     nodes = node_unit(engine)

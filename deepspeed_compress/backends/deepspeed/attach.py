@@ -8,7 +8,6 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed import comms_log
 from deepspeed_compress.backends.deepspeed.activations.attach import attach_activations, measure_activations
 from deepspeed_compress.backends.deepspeed.announce import (
     announce,
@@ -28,10 +27,9 @@ from deepspeed_compress.backends.deepspeed.limits import find_limits
 from deepspeed_compress.backends.deepspeed.node_gradients import may_average_early
 from deepspeed_compress.backends.deepspeed.node_shards import attach_nodes, equalize_weights
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
-from deepspeed_compress.backends.deepspeed.optimizer_step import OptimizerStep
-from deepspeed_compress.backends.deepspeed.passes import follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.restarts import attach_heartbeat
 from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
+from deepspeed_compress.backends.deepspeed.steps import OptimizerStep, follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
 from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights
@@ -199,7 +197,6 @@ def _describe(
         step=engine.global_steps,
         sink=engine.monitor,
         island=None if island is None else island.number,
-        others_listen=comms_log.listens,
     )
 
 

@@ -19,7 +19,7 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.backends.activations.all_to_all import AllToAllCall
+from deepspeed_compress.backends.activations.messages import AllToAllCall
 from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
 from deepspeed_compress.backends.deepspeed.engine_facts import tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam

@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed import (
     byte_counts,
-    comms_log,
     node_gradients,
     norms,
-    passes,
     seams,
+    steps,
 )
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
 from deepspeed_compress.backends.deepspeed.activations.attach import refuse_idle_activations
@@ -79,13 +78,13 @@ def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> No
     stage = _STAGES[engine_kind(engine)]
     refuse_unsupported(engine, config)
     refuse_idle_activations(engine, config)
-    watched = norms.SEAMS + passes.LOSS_SEAMS if config.guard is not None or config.adaptive is not None else ()
-    timed = passes.TIME_SEAMS if config.auto is not None else ()
+    watched = norms.SEAMS + steps.LOSS_SEAMS if config.guard is not None or config.adaptive is not None else ()
+    timed = steps.TIME_SEAMS if config.auto is not None else ()
     in_nodes = node_unit(engine) is not None
     copied = master_weights.SEAMS if in_nodes or config.islands is not None else ()
     averaged = node_gradients.SEAMS if in_nodes else ()
     seams.check_seams(
-        seams.STEP + stage.gradient_seams + byte_counts.SEAMS + comms_log.SEAMS + watched + timed + copied + averaged,
+        seams.STEP + stage.gradient_seams + byte_counts.SEAMS + watched + timed + copied + averaged,
         deepspeed.__version__,
     )
     if config.activations is not None:

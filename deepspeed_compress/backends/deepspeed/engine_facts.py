@@ -1,4 +1,4 @@
-"""Facts of an engine: its kind, its sizes, its parameters, and which of them other ranks hold too."""
+"""Facts of an engine: its kind, its sizes, its parameters, which of them other ranks hold too, and its bucket sizes."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,7 @@ from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.model_families import user_name
+from deepspeed_compress.session.patches import Patches
 
 
 def engine_kind(engine: Any) -> str:
@@ -141,3 +142,37 @@ def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> b
 def _machine(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads"
+
+
+BUCKETS = 8
+"""Target number of gradient buckets per model. `SMALLEST_BUCKET` and `LARGEST_BUCKET` take precedence."""
+SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
+SHARE_OF_RANK, LARGEST_OF_MANY = 4_000_000, 500_000_000
+"""Elements of each rank in the largest bucket of many ranks, and the size that no bucket exceeds."""
+
+
+def bucket_size(numel: int, ranks: int) -> int:
+    """Return the default bucket size, in elements, for a model with `numel` trained elements.
+
+    It is small enough for the first buckets to travel during backward, and large enough to hide latency. Each rank
+    sends a message to each other one per bucket, which costs a GPU's host about 0.1 ms, so many ranks get larger
+    buckets.
+    """
+    largest = min(max(LARGEST_BUCKET, ranks * SHARE_OF_RANK), LARGEST_OF_MANY)
+    return min(max(numel // BUCKETS, SMALLEST_BUCKET), largest)
+
+
+def limit_bucket_size(engine: Any, numel: int, patches: Patches) -> None:
+    """Let a ZeRO optimizer reduce in buckets of our default size, unless the file has a size.
+
+    DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
+
+    Args:
+        engine: the engine.
+        numel: the number of elements that the ranks of the engine train.
+        patches: restores DeepSpeed's size.
+    """
+    written = engine.config.get("zero_optimization")
+    if not isinstance(written, dict) or "reduce_bucket_size" not in written:
+        ranks = engine.optimizer.dp_process_group.size()
+        patches.replace(engine.optimizer, "reduce_bucket_size", bucket_size(numel, ranks))

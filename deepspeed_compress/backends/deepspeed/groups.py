@@ -11,10 +11,9 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import node_unit
 from deepspeed_compress.backends.groups import find_place_among, ranks_per_node, split_by_node
-from deepspeed_compress.collectives.gloo import is_gloo
-from deepspeed_compress.collectives.grouped import SeparateParameters
+from deepspeed_compress.collectives.exchange import is_gloo
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.collectives.reduction import Groups
+from deepspeed_compress.collectives.reduction import Groups, SeparateParameters
 from deepspeed_compress.compression.state_description import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.session.patches import Patches

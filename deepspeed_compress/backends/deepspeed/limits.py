@@ -75,11 +75,6 @@ def _subclassed(engine: Any) -> bool:
 
 
 def _has_separate_gradients(engine: Any) -> bool:
-    """Return True if this version of DeepSpeed reduces separate gradients, in a way that cannot be reproduced."""
-    return _separates(engine) and not versions.reduces_separate_gradients()
-
-
-def _separates(engine: Any) -> bool:
     return engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
 
 
@@ -118,17 +113,12 @@ _Limits = tuple[tuple[Callable[[Any], bool], str], ...]
 _LIMITS_OF_GRADIENTS: _Limits = (
     (
         _has_separate_gradients,
-        "zero_optimization.contiguous_gradients is false, which needs deepspeed>=0.19.8; install it, or write true",
+        "zero_optimization.contiguous_gradients is false, with which gradients are in no flat bucket; write true",
     ),
     (
         _divides_for_older_muon,
         "the Muon optimizer with ZeRO 1 to 3 needs deepspeed>=0.19.8; install it, or use stage 0, Adam or SGD, or "
         'islands with "gradients": {"method": "none"}',
-    ),
-    (
-        lambda engine: engine.has_moe_layers and _separates(engine),
-        "zero_optimization.contiguous_gradients is false, with which DeepSpeed averages different experts with each "
-        "other; write true",
     ),
 )
 """Limits that do not apply to islands that leave gradients to DeepSpeed."""

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import reduces_now
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import NodeUnit

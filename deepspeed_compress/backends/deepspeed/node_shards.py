@@ -22,8 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.division import divide_data
+from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.background import MeansStream, MeansThread
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction

@@ -86,25 +86,12 @@ ZERO_0 = (
     Seam(_ENGINE + "allreduce_and_copy", ("self", "small_bucket", "dp_group", "dp_world_size")),
 )
 ZERO_12 = (
-    Seam(
-        _Z12 + "allreduce_bucket",
-        ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
-    ),
     Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype"), since="0.18.5"),
     Seam(_Z12 + "reduce_gradients", ("self", "pipeline_parallel")),
     Seam(_Z12 + "get_gradient_for_reduction", ("self", "param")),
     Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx"), since="0.19.8"),
-    Seam(
-        _Z12 + "buffered_reduce_fallback",
-        ("self", "rank", "grads", "communication_data_type", "elements_per_buffer", "log"),
-    ),
-    Seam(
-        _Z12 + "_buffered_reduce_fallback_preserving_fp32",
-        ("self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"),
-        since="0.19.8",
-    ),
     Seam(_Z12 + "_apply_muon_updates_cpu_offload", ("self",), since="0.19.8"),
 )
 OWNERSHIP = (

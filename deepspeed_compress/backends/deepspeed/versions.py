@@ -103,14 +103,6 @@ def owns_parameter(parameter: Any) -> bool:
     return bool(parameter.requires_grad) and (parameter.numel() > 0 or not _since("0.19.8"))
 
 
-def reduces_separate_gradients() -> bool:
-    """Return True if buckets of separate tensors can be reduced with the results of DeepSpeed, as since 0.19.8.
-
-    Before, DeepSpeed's own results without `contiguous_gradients` under ZeRO 1 and 2 are different from those with it.
-    """
-    return _since("0.19.8")
-
-
 def runs_pipelines_without_zero() -> bool:
     """Return True if a pipeline may have another optimizer than those of ZeRO, as since 0.18.5.
 

@@ -20,13 +20,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, reduce_by_shards_alone
+from deepspeed_compress.backends.limits import check_reduced_once
 from deepspeed_compress.backends.sessions import Attached
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
-from deepspeed_compress.collectives.clipping import ClippingReducer
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
+from deepspeed_compress.collectives.reducer import ClippingReducer
 from deepspeed_compress.compression.segments import Segment, gather, scatter
-from deepspeed_compress.config import SECTION
-from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.monitor import ring_all_reduce, ring_reduce_scatter
 
@@ -135,8 +134,7 @@ def _count(unit: Unit, attached: Attached, post_backward: Callable[..., None], *
     names = unit.with_gradients() if unit.theirs.reduce_grads else ()
     if names:
         size = uncompressed_bytes(unit, names, unit.ranks(), copies=unit.theirs.all_reduce_grads)
-        for kind in ("bytes_uncompressed", "bytes_sent"):
-            attached.session.meter.count(kind, size)
+        attached.session.meter.count_engine_reduction(size)
     post_backward(*unused)
 
 
@@ -202,13 +200,9 @@ class _Reduction(ReduceScatter):
             )
 
     def _begin(self) -> None:
-        step, method = self._session.clock.begun, self._session.config.gradients.method
-        if self._reduced_in == step and method in OWN_MOMENTUM:
-            raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
-                "reduced before in this optimizer step; reduce once per step: run all backward passes except the last "
-                "after set_requires_gradient_sync(False)"
-            )
+        step = self._session.clock.begun
+        remedy = "run all backward passes except the last after set_requires_gradient_sync(False)"
+        check_reduced_once(self._reduced_in == step, self._session.config, remedy)
         if self._ranks.replicate is not None and not self._unit.theirs.all_reduce_grads:
             raise UnsupportedError(
                 "set_requires_all_reduce(False) cannot be combined with compressed gradients, which are reduced inside "

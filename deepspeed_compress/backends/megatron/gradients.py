@@ -15,14 +15,12 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.limits import check_reduced_once
 from deepspeed_compress.backends.megatron.buckets import Bucket, BucketGroup
 from deepspeed_compress.backends.steps import StepFollower
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import gather, scatter
-from deepspeed_compress.config import SECTION
-from deepspeed_compress.config.schedules import OWN_MOMENTUM
-from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.monitor import ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.session.session import Session
 
@@ -57,9 +55,7 @@ def _finish_and_count(
 ) -> None:
     original(force_all_reduce=force_all_reduce)
     for bucket in group.source.buckets:
-        size = ring.size(bucket, bool(force_all_reduce) or not group.distributed)
-        for kind in ("bytes_uncompressed", "bytes_sent"):
-            session.meter.count(kind, size)
+        session.meter.count_engine_reduction(ring.size(bucket, bool(force_all_reduce) or not group.distributed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +176,7 @@ class Gradients:
         """Return the number of the first message of a bucket."""
         numbers = self._numbers
         passes = numbers.passes.get(place, 0)
-        method = self._session.config.gradients.method
-        if passes and method in OWN_MOMENTUM:
-            raise UnsupportedError(
-                f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were '
-                "reduced before in this optimizer step; reduce once per step: run all micro-batches except the last "
-                "in no_sync()"
-            )
+        remedy = "run all micro-batches except the last in no_sync()"
+        check_reduced_once(passes > 0, self._session.config, remedy)
         numbers.passes[place] = passes + 1
         return 1 + numbers.firsts[place] + passes * numbers.total

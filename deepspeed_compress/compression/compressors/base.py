@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import Keys, MessageTable, next_key
+from deepspeed_compress.compression.kernels.arguments import Keys, MessageTable, ResidualBuffers, next_key
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""

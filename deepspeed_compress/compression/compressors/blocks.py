@@ -9,8 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, Keys, MessageTable, ResidualBuffers
 
 
 class BlockQuantizer(ABC):

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.arguments import (
+    FIRST,
+    LEVELS,
+    SOURCE,
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+    scale_limit,
+)
 from deepspeed_compress.compression.kernels.compiled import load_library, warn_if_slow
-from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, ResidualBuffers, scale_limit
-from deepspeed_compress.compression.kernels.tables import FIRST, SOURCE, Keys, MessageTable
 
 dequantize_rows_add, quantize_rows = reference.dequantize_rows_add, reference.quantize_rows
 quantize_rows_between = reference.quantize_rows_between
@@ -330,10 +338,6 @@ def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[
         *(columns.data_ptr(), values.data_ptr(), torch.get_num_threads()),
     )
     return columns, values
-
-
-top_k_sampled = top_k_rows
-"""Same result. A sample saves nothing here, because the maximum of every group of elements is computed first."""
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:

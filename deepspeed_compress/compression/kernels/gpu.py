@@ -17,10 +17,15 @@ import triton
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_messages, gpu_rows, reference
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
+from deepspeed_compress.compression.kernels.arguments import (
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+    scale_limit,
+)
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, alignment, bits, flat, halves, programs, warps
 from deepspeed_compress.compression.kernels.gpu_select import top_k_rows
-from deepspeed_compress.compression.kernels.tables import Keys, MessageTable
 
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     # Triton 3.3 does not compile these kernels, and 3.5 divides with denormal numbers flushed to zero.
@@ -32,8 +37,6 @@ copy_runs = gpu_messages.copy_runs
 quantize_rows, quantize_rows_between = gpu_rows.quantize_rows, gpu_rows.quantize_rows_between
 dequantize_rows_add = gpu_rows.dequantize_rows_add
 square_norm = reference.square_norm
-top_k_sampled = top_k_rows
-"""Same result. With a sample, the host would have to wait for the number of survivors."""
 _MESSAGES_PER_PASS = 8
 """Number of messages that a program adds at once, with all their codes in registers."""
 _MAX_BLOCK = 4096

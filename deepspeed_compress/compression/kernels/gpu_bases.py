@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.gpu_launch import flat, power_of_two, programs
-from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
+from deepspeed_compress.compression.kernels.reference import dct_matrix
 
 _WARP_TILE = 1024
 """Elements of a program with one warp: 32 registers per thread."""

@@ -10,7 +10,7 @@ See `gpu_bits` for tensors of bf16 and launch options.
 import triton
 import triton.language as tl
 
-from deepspeed_compress.compression.kernels.forms import OUTER
+from deepspeed_compress.compression.kernels.arguments import OUTER
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
 
 _OUTER = tl.constexpr(OUTER)
@@ -24,7 +24,7 @@ _INTEGER_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def _fitted(scales, limit: tl.constexpr):
-    """Return `scales` (fp32 or fp64, >= 0) as fp32, like `forms.fitted` except for the rounding to 16 bits."""
+    """Return `scales` (fp32 or fp64, >= 0) as fp32, like `arguments.fitted` except for the rounding to 16 bits."""
     largest = tl.full(scales.shape, limit, scales.dtype)
     return tl.where((scales > largest) & (scales < _INFINITY), largest, scales).to(tl.float32)
 
@@ -107,9 +107,9 @@ def encode(
 ):  # fmt: skip
     """Quantize like `reference.quantize_blocks`, with `group` blocks per program.
 
-    `limit` is `forms.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are used
-    only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the address
-    of the codes.
+    `limit` is `arguments.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are
+    used only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the
+    address of the codes.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:

@@ -14,11 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
-from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, load, saturated, store
-from deepspeed_compress.compression.kernels.gpu_blocks import accumulate, encode_tile
-from deepspeed_compress.compression.kernels.gpu_launch import TILE, bits, halves, warps
-from deepspeed_compress.compression.kernels.tables import (
+from deepspeed_compress.compression.kernels.arguments import (
     BEGIN,
     CHANNEL,
     END,
@@ -26,9 +22,15 @@ from deepspeed_compress.compression.kernels.tables import (
     NUMEL,
     OWNER,
     SOURCE,
+    BlockFormat,
     Keys,
     MessageTable,
+    ResidualBuffers,
+    scale_limit,
 )
+from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, load, saturated, store
+from deepspeed_compress.compression.kernels.gpu_blocks import accumulate, encode_tile
+from deepspeed_compress.compression.kernels.gpu_launch import TILE, bits, halves, warps
 
 _WIDTH = tl.constexpr(9)
 """Columns of a table of tiles: `SOURCE` and `FIRST` of the tile, its remaining elements, the place of its first scale
@@ -179,7 +181,7 @@ def copy_runs(x: Tensor, out: Tensor, table: MessageTable, back: bool) -> None:
 
 @triton.jit
 def _next_key(state, part):
-    """See `tables.next_key`; uint64."""
+    """See `arguments.next_key`; uint64."""
     state = state + part.to(tl.uint64) + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB

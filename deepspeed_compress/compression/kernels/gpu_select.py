@@ -13,15 +13,15 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_of_two, programs, warps
-from deepspeed_compress.compression.kernels.gpu_magnitudes import (
+from deepspeed_compress.compression.kernels.gpu_select_long import (
     SIGN,
     bisected,
     lowest,
     magnitudes_at,
     ones_in,
     store_taken,
+    top_k_long,
 )
-from deepspeed_compress.compression.kernels.gpu_select_long import top_k_long
 
 _MAX_ROW = 8192
 _SLOTS = tl.constexpr(4)

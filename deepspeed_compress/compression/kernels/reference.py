@@ -5,15 +5,15 @@ on every device.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import reference_bases, reference_bits, reference_kinds
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.tables import (
+from deepspeed_compress.compression.kernels import reference_bits, reference_kinds
+from deepspeed_compress.compression.kernels.arguments import (
     BEGIN,
     CHANNEL,
     END,
@@ -21,11 +21,12 @@ from deepspeed_compress.compression.kernels.tables import (
     NUMEL,
     OWNER,
     SOURCE,
+    BlockFormat,
     Keys,
     MessageTable,
+    ResidualBuffers,
 )
 
-dct_tiles, hadamard_tiles = reference_bases.dct_tiles, reference_bases.hadamard_tiles
 pack_bits, unpack_bits = reference_bits.pack_bits, reference_bits.unpack_bits
 pack_codes, unpack_codes = reference_bits.pack_codes, reference_bits.unpack_codes
 quantize_rows = reference_kinds.quantize_rows
@@ -125,29 +126,6 @@ def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
     """
     ranks = magnitudes.to(torch.int64).mul_(1 << 32).sub_(columns)
     return columns.gather(1, ranks.topk(k, dim=1, sorted=False).indices)
-
-
-_SAMPLE_STRIDE = 100
-"""Sampling interval: one of this many elements is sampled."""
-
-
-def top_k_sampled(row: Tensor, k: int) -> Tensor:
-    """Return the same as `top_k_rows` for one row (fp32 [1, n]), using a threshold estimated from a sample.
-
-    Source: Deep Gradient Compression (arXiv:1712.01887): a strided sample of 1 % estimates the threshold, then the
-    exact top-k of the survivors is computed. The threshold allows for 3 standard deviations more elements than k, so
-    that there are rarely too few survivors. If there are, all elements are searched.
-    """
-    magnitudes = _magnitudes(row)
-    sample = magnitudes[0, ::_SAMPLE_STRIDE]
-    expected = k * sample.numel() / row.numel()
-    rank = math.ceil(expected + 3 * math.sqrt(expected))
-    if rank > sample.numel():
-        return top_k_rows(row, k)
-    survivors = (magnitudes[0] >= sample.topk(rank).values[-1]).nonzero().view(1, -1)
-    if survivors.numel() < k:
-        return top_k_rows(row, k)
-    return _largest(magnitudes.gather(1, survivors), survivors, k).sort(dim=1).values
 
 
 def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, noise: Tensor | None) -> Tensor:
@@ -352,3 +330,49 @@ def _unpack(codes: Tensor, form: BlockFormat, numel: int) -> Tensor:
         values[elements] = reference_bits.unpack_trits(packed, width).reshape(-1)
         done += used
     return values
+
+
+def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """Write the orthonormal DCT-II of each of `tiles`, in both directions, to `out`, which must not overlap `tiles`.
+
+    Both are fp32 [rows, columns, h, w], views with any strides whose rows are contiguous.
+    """
+    _change_basis(tiles, out, inverse, dct_matrix)
+
+
+def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """Write Sylvester's matrix of h * w rows, times (h * w)**-0.5, times each of `tiles` to `out`.
+
+    Both are fp32 [rows, columns, h, w]. A tile is treated as a vector of h * w elements, where h and w are powers of
+    two: H_n = H_h (x) H_w (Kronecker product).
+    """
+    _change_basis(tiles, out, inverse, _hadamard_matrix)
+
+
+def _change_basis(tiles: Tensor, out: Tensor, inverse: bool, basis: Callable[[int, torch.device], Tensor]) -> None:
+    """Compute A_h X A_w^T for all tiles X or, if `inverse`, A_h^T Y A_w for all tiles Y, with A_n orthonormal."""
+    left, right = (basis(size, tiles.device) for size in tiles.shape[2:])
+    if inverse:
+        left, right = left.T, right.T
+    out.copy_(left @ (tiles @ right.T))
+
+
+@lru_cache(maxsize=1024)
+def dct_matrix(size: int, device: torch.device) -> Tensor:
+    """Return fp32 [size, size] with entries (k, n) of sqrt(c / size) cos(pi (2 n + 1) k / (2 size)).
+
+    c is 1 for k = 0, else 2.
+    """
+    numbers = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / (2 * size) * torch.outer(numbers, 2 * numbers + 1)) * math.sqrt(2 / size)
+    matrix[0] = math.sqrt(1 / size)
+    return matrix.to(device, torch.float32)
+
+
+@lru_cache(maxsize=1024)
+def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
+    """Return fp32 [size, size] with entries (i, j) of (-1)**popcount(i & j) / sqrt(size), for `size` a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix.mul_(size**-0.5).to(device, torch.float32)

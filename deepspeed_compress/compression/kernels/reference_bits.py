@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import TRITS
+from deepspeed_compress.compression.kernels.arguments import TRITS
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:

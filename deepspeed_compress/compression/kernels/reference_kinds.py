@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import LEVELS, FittedLevels, fitted
+from deepspeed_compress.compression.kernels.arguments import LEVELS, FittedLevels, fitted
 
 
 @dataclass(frozen=True)

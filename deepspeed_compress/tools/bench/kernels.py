@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import implementations
+from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
 from deepspeed_compress.compression.kernels.compiled import instruction_set, load_library
-from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.jobs import Row, new_document, save_document
 from deepspeed_compress.tools.tables import new_console, new_table

@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed_compress.backends.activations.crossover import Kind
 from deepspeed_compress.backends.activations.crossover import measure as measure_message
 from deepspeed_compress.collectives.exchange import exchange
-from deepspeed_compress.policy.alpha_beta import fit
+from deepspeed_compress.policy.measurement import fit
 from deepspeed_compress.tools.bench import gauges, kernels, step_rank
 from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, ignore, print_progress
 from deepspeed_compress.tools.bench.links import set_own_rate

@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll
-from deepspeed_compress.backends.activations.messages import ActivationMessages, activation_codec
+from deepspeed_compress.backends.activations.messages import (
+    ActivationMessages,
+    AllToAllCall,
+    CompressedAllToAll,
+    activation_codec,
+)
 from deepspeed_compress.monitor import Meter
 from tests.support.reducers import normal, raw_bytes
 from tests.support.threads import run_threads

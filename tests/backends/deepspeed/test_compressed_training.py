@@ -132,10 +132,9 @@ def test_bits_depend_on_neither_earlier_engines_nor_uninitialized_memory():
 
 
 @SAMPLED
-@pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"contiguous_gradients": False}], ids=["overlap", "separate"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_reduction_options(stage, zero):
-    section = {"gradients": METHODS["int8"]}
+def test_overlapped_reductions(stage):
+    section, zero = {"gradients": METHODS["int8"]}, {"overlap_comm": True}
     assert_learned(outcomes(2, stage=stage, zero=zero, section=section, steps=40, accumulation=2))
 
 

@@ -48,7 +48,6 @@ def test_method_none_in_a_pipeline(stage, accumulation):
     [
         {},
         {"overlap_comm": True},
-        {"contiguous_gradients": False},
         {"reduce_scatter": False},
         {"round_robin_gradients": True},
     ],

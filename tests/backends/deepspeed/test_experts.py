@@ -242,7 +242,7 @@ REFUSED = {
     "islands": {"section": {"islands": {"size": 2, "sync_every": 2}}},
     "gradients/hierarchy": {"section": {"gradients": {"bits": 4, "hierarchy": {"ranks_per_node": 2}}}},
     'ownership is "balanced"': {"section": {**INT4, "ownership": "balanced"}},
-    "contiguous_gradients is false": {"section": INT4, "zero": {"contiguous_gradients": False}},
+    "contiguous_gradients": {"section": INT4, "zero": {"contiguous_gradients": False}},
 }
 
 

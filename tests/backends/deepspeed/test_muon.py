@@ -36,7 +36,6 @@ def muon(stage: int, section: Mapping[str, Any] | None = None, **changes: Any) -
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "overlap": {"zero": {"overlap_comm": True}},
-    "separate": {"zero": {"contiguous_gradients": False}},
     "whole": {"zero": WHOLE},
     "round robin": {"zero": {"round_robin_gradients": True}},
     "aligned": {"zero": {"parameter_alignment": True}},
@@ -45,7 +44,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"extra": BF16},
     "fp16": {"extra": FP16},
 }
-OF_ZERO_3 = ("default", "separate", "offload", "bf16")
+OF_ZERO_3 = ("default", "offload", "bf16")
 ROUNDED = {"fp32 sums"}
 """Settings with which DeepSpeed adds gradients in bf16, and we add them in fp32."""
 
@@ -134,7 +133,6 @@ def momenta(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
 
 COMPRESSED: Mapping[str, Mapping[str, Any]] = {
     "default": {},
-    "separate": {"zero": {"contiguous_gradients": False}},
     "bf16": {"extra": BF16},
 }
 

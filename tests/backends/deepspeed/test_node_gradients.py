@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed import bucket_sizes, node_shards
+from deepspeed_compress.backends.deepspeed import engine_facts, node_shards
 from deepspeed_compress.collectives.exchange import Link
 from tests.support.early import Program, check_equal, early_of, nodes_of, ordinary, train_nodes
 from tests.support.forks import run_forks
@@ -135,7 +135,7 @@ def default_bucket(rank: int, job: Job) -> int:
     """Return the size of the buckets inside the node, in elements, if the file has none."""
     config = job.config()
     del config["zero_optimization"]["reduce_bucket_size"]
-    with patch.object(bucket_sizes, "SMALLEST_BUCKET", 1):
+    with patch.object(engine_facts, "SMALLEST_BUCKET", 1):
         engine = deepspeed_compress.initialize(model=network(), config=config)[0]
         return int(engine.optimizer.reduce_bucket_size)
 
@@ -145,7 +145,7 @@ def default_bucket(rank: int, job: Job) -> int:
 def test_ranks_of_a_node_reduce_in_equal_buckets(stage: int) -> None:
     """Their shards have unequal numbers of elements. Unequal buckets would be added to one another."""
     numel = sum(parameter.numel() for parameter in network().parameters())
-    assert run_forks(4, default_bucket, Job(stage, RANDOM)) == [numel // bucket_sizes.BUCKETS] * 4
+    assert run_forks(4, default_bucket, Job(stage, RANDOM)) == [numel // engine_facts.BUCKETS] * 4
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def compared(engine: Any, rank: int, job: Job) -> None:
 
 
 def orders(rank: int, job: Job, program: Callable[[Any, int, Job], None]) -> list[str]:
-    with patch.object(bucket_sizes, "SMALLEST_BUCKET", 100):
+    with patch.object(engine_facts, "SMALLEST_BUCKET", 100):
         engine = start(job)
     run(engine, data(rank, job)[:3])
     early = early_of(engine)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import _Buckets
 from deepspeed_compress.planner import traffic
 from tests.support.forks import run_forks

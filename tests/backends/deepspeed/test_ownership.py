@@ -30,7 +30,6 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": ({}, BF16),
     "fp16": ({}, FP16),
     "offload": ({"offload_optimizer": {"device": "cpu"}}, OFFLOAD),
-    "separate": ({"contiguous_gradients": False}, {}),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_compress.backends.deepspeed import bucket_sizes
+from deepspeed_compress.backends.deepspeed import engine_facts
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Run, StepClock
@@ -61,7 +61,7 @@ def steer(engine: Any) -> None:
 
 def begin(job: Job) -> Any:
     # Overlapped reductions without ZeRO require buckets of at least this size.
-    bucket_sizes.SMALLEST_BUCKET = 100
+    engine_facts.SMALLEST_BUCKET = 100
     engine = start(job)
     steer(engine)
     return engine

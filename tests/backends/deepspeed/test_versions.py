@@ -100,21 +100,10 @@ def test_steps_are_only_skipped_if_the_optimizer_can(installed: None, problems: 
     assert not list(limits._unskippable(engine, CompressConfig(guard={"skip_steps": False})))
 
 
-@pytest.mark.parametrize(
-    ("installed", "contiguous", "refused"),
-    [("0.19.7", False, True), ("0.19.7", True, False), ("0.19.8", False, False)],
-    indirect=["installed"],
-)
-def test_separate_gradients_need_a_newer_version(installed: None, contiguous: bool, refused: bool) -> None:
-    optimizer = object.__new__(DeepSpeedZeroOptimizer)
-    optimizer.contiguous_gradients = contiguous
-    assert limits._has_separate_gradients(SimpleNamespace(optimizer=optimizer)) is refused
-
-
 @pytest.mark.parametrize(("installed", "defers"), [("0.18.4", False), ("0.18.5", True)], indirect=["installed"])
 def test_an_older_version_gets_each_bucket_when_it_asks_for_it(installed: None, defers: bool) -> None:
     """It neither tells the last bucket from the others nor lets ZeRO 3 wait for it."""
-    optimizer = SimpleNamespace(bit16_groups=[], bit16_groups_flat=[], contiguous_gradients=True, cpu_offload=False)
+    optimizer = SimpleNamespace(bit16_groups=[], bit16_groups_flat=[], cpu_offload=False)
     engine = SimpleNamespace(optimizer=optimizer, device="cpu", has_moe_layers=False)
     assert zero_12.may_wait(optimizer) is defers
     assert zero_0.may_begin_early(engine) is defers

@@ -48,7 +48,6 @@ OWN_ADAM = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer
 JOBS: Mapping[str, Job] = {
     "zero_1": Job(stage=1),
     "zero_2": Job(stage=2, accumulation=2),
-    "separate": Job(stage=2, zero={"contiguous_gradients": False}),
     "round_robin": Job(stage=1, zero={"round_robin_gradients": True}),
     "bf16": Job(stage=2, extra=BF16),
     "fp16": Job(stage=1, extra=FP16),

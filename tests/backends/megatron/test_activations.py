@@ -81,23 +81,30 @@ def hooks_of(model: Gpt) -> int:
     return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in modules)
 
 
-def train_layers(rank: int) -> dict[str, Any]:
-    """Train with shared layers, by Megatron alone and compressed; return losses, bytes, and what else must be True."""
-    start(tensor_model_parallel_size=2)
-    alone = Run(None)
+def train_compared(**layout: Any) -> tuple[dict[str, Any], list[Run]]:
+    """Train with shared layers, by Megatron alone and compressed.
+
+    Return losses, bytes, and what else must be True, and the compressed runs.
+    """
+    alone = Run(None, **layout)
     with torch.no_grad():
         before = alone.logits()
-    runs = {"8": Run(TENSOR[8]), "4": Run(TENSOR[4]), "4, 8": Run(MIXED)}
+    runs = {"8": Run(TENSOR[8], **layout), "4": Run(TENSOR[4], **layout), "4, 8": Run(MIXED, **layout)}
     checks = {}
     with torch.no_grad():
         checks["evaluations are exact"] = all(torch.equal(run.logits(), before) for run in runs.values())
     checks["training is not exact"] = not torch.equal(runs["8"].logits(), before)
     losses = {"alone": alone.losses(), **{bits: run.losses() for bits, run in runs.items()}}
     checks["copies are equal"] = all(same_on_all(copies(run.model)) for run in runs.values())
-    again = Run(TENSOR[8], **RECOMPUTED)
+    again = Run(TENSOR[8], **RECOMPUTED, **layout)
     checks["recomputation changes nothing"] = again.losses() == losses["8"] and equal(again.model, runs["8"].model)
     last = [(one.bytes_tensor, one.bytes_tensor_saved) for run in runs.values() for one in run.figures[-1:]]
-    return {"losses": losses, "bytes": last, "checks": checks}
+    return {"losses": losses, "bytes": last, "checks": checks}, [*runs.values(), again]
+
+
+def train_layers(rank: int) -> dict[str, Any]:
+    start(tensor_model_parallel_size=2)
+    return train_compared()[0]
 
 
 def test_sums_inside_layers_are_compressed() -> None:
@@ -128,25 +135,14 @@ def train_sequences(rank: int, ranks: int) -> dict[str, Any]:
 
     WrappedTorchNorm.__new__ = norm_of_parts  # type: ignore[assignment]  # for the rest of this process
     layout = {"sequence_parallel": True, "num_attention_heads": ranks}
-    alone = Run(None, **layout)
-    with torch.no_grad():
-        before = alone.logits()
-    runs = {"8": Run(TENSOR[8], **layout), "4": Run(TENSOR[4], **layout), "4, 8": Run(MIXED, **layout)}
-    checks = {}
-    with torch.no_grad():
-        checks["evaluations are exact"] = all(torch.equal(run.logits(), before) for run in runs.values())
-    checks["training is not exact"] = not torch.equal(runs["8"].logits(), before)
-    losses = {"alone": alone.losses(), **{bits: run.losses() for bits, run in runs.items()}}
-    checks["copies are equal"] = all(same_on_all(copies(run.model)) for run in runs.values())
-    again = Run(TENSOR[8], **RECOMPUTED, **layout)
-    checks["recomputation changes nothing"] = again.losses() == losses["8"] and equal(again.model, runs["8"].model)
+    found, runs = train_compared(**layout)
+    checks, again = found["checks"], runs[-1]
     again.model.chunks[0].module.decoder.layers[0].mlp.linear_fc2.weight.data.mul_(1 if rank == 0 else float("nan"))
     checks["a NaN of one rank reaches all"] = bool(again.logits().isnan().all())
-    for run in (*runs.values(), again):
+    for run in runs:
         run.attached.detach()
-    checks["training is Megatron's"] = Run(None, **layout).losses() == losses["alone"]
-    last = [(one.bytes_tensor, one.bytes_tensor_saved) for run in runs.values() for one in run.figures[-1:]]
-    return {"losses": losses, "bytes": last, "checks": checks}
+    checks["training is Megatron's"] = Run(None, **layout).losses() == found["losses"]["alone"]
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

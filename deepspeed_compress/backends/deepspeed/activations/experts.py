@@ -5,18 +5,15 @@ back (combine). DeepSpeed's layers look their autograd function for that up in t
 the forward pass of a layer runs. Counts of tokens do not pass through this function, and stay exact.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
-from deepspeed_compress.backends.activations.hooks import CompiledCalls, TrainingPass
-from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
+from deepspeed_compress.backends.activations.hooks import CompiledCalls, LayerHooks, TrainingPass
+from deepspeed_compress.backends.activations.tokens import Leg, exchange_rows, is_smaller, make_leg
 from deepspeed_compress.backends.deepspeed.activations.attached import Attached, detach_with_engine, forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.versions import expert_exchanges
@@ -82,53 +79,29 @@ class _Exchanges:
         if leg is None or not is_smaller(x, leg.bits):
             exact: Tensor = self._theirs.apply(group, x, *splits)
             return exact
-        rows = x.reshape(-1, x.shape[-1])
-        sent, received = splits or [[len(rows) // group.size()] * group.size()] * 2
-        # PyTorch gives `apply` no types.
-        found: Tensor = ExchangeTokens.apply(rows, leg, Route(group, tuple(sent), tuple(received)))  # type: ignore[no-untyped-call]
+        found = exchange_rows(x.reshape(-1, x.shape[-1]), leg, group, *splits)
         return found if splits else found.view(x.shape)
 
 
-class _ExpertHooks:
-    """Hooks around the forward pass of one layer of experts, which replace its exchanges in training.
-
-    Copies of the layer carry the same hooks, which ignore every layer but their own, so a copy exchanges as DeepSpeed
-    does.
-    """
+class _ExpertHooks(LayerHooks):
+    """Hooks around the forward pass of one layer of experts, which replace its exchanges in training."""
 
     def __init__(self, layer: Any, legs: _Legs, training: TrainingPass, compiled: CompiledCalls) -> None:
-        self._layer, self._legs, self._training, self._compiled = weakref.ref(layer), legs, training, compiled
+        super().__init__(layer, {}, compiled)
+        self._legs, self._training = legs, training
         self._module, self._name = expert_exchanges()[type(layer).forward]
         self._theirs = getattr(self._module, self._name)
         self._call = ExitStack()
         """Replacement of the function while the forward pass of the layer runs."""
-        self._handles: list[RemovableHandle] = []
 
-    def attach(self, layer: nn.Module) -> None:
-        """Register the hooks."""
-        before = layer.register_forward_pre_hook(self._before)
-        self._handles += [before, layer.register_forward_hook(self._after, prepend=True, always_call=True)]
+    def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
+        """Return True: outside of training, what an interrupted call of another layer has left must not be used."""
+        return True
 
-    def detach(self) -> None:
-        """Remove the hooks."""
-        self._call.close()
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _before(self, layer: nn.Module, inputs: Any) -> None:
-        if layer is not self._layer():
-            return
-        if torch.compiler.is_compiling():
-            self._compiled.note()
-            return
-        self._call.close()  # an interrupt has ended the last call before its hook
-        # Outside of training, what an interrupted call of another layer has left must not be used.
+    def replaced(self, inputs: tuple[Any, ...]) -> None:
         ours = _Exchanges(self._theirs, self._legs) if self._training.is_training else self._theirs
         self._call.enter_context(replaced(self._module, **{self._name: ours}))
 
-    def _after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        if layer is self._layer():
-            self._call.close()
-
-    def __deepcopy__(self, memo: Any) -> "_ExpertHooks":
-        return self
+    def _restore(self) -> None:
+        super()._restore()
+        self._call.close()

@@ -16,9 +16,15 @@ from deepspeed.comm import comm
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_compress.backends.activations.all_to_all import AllToAllCall, CompressedAllToAll, PendingAllToAll
 from deepspeed_compress.backends.activations.hooks import CompiledCalls, find_parts
-from deepspeed_compress.backends.activations.messages import DTYPES, ActivationMessages, activation_codec
+from deepspeed_compress.backends.activations.messages import (
+    DTYPES,
+    ActivationMessages,
+    AllToAllCall,
+    CompressedAllToAll,
+    PendingAllToAll,
+    activation_codec,
+)
 from deepspeed_compress.backends.deepspeed.activations.attached import forbid_compiling
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run

@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, reduces_now
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.groups import reduction_group

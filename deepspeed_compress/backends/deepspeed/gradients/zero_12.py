@@ -21,12 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
 from deepspeed_compress.backends.deepspeed.gradients.parts import (
-    Key,
     Part,
     PartsOf,
     Zero1Gradients,
@@ -37,7 +36,7 @@ from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, scatter
-from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce
+from deepspeed_compress.monitor import ring_all_gather
 from deepspeed_compress.session.gradients import discard
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
@@ -62,9 +61,6 @@ def _replace(engine: Any, session: Session, patches: Patches) -> None:
     buckets = _Buckets(engine, session, patches)
     patches.replace(optimizer, "reduce_scatter", False)
     patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
-    patches.replace(optimizer, "buffered_reduce_fallback", buckets.reduce_separate)
-    # Before 0.19.8, DeepSpeed does not call this one.
-    patches.replace(optimizer, "_buffered_reduce_fallback_preserving_fp32", buckets.reduce_separate_in_fp32)
     if buckets.later is not None:
         patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
     if buckets.early is not None:
@@ -143,36 +139,8 @@ class _Buckets:
         A gradient larger than a bucket is not copied into one. DeepSpeed releases it as soon as the reduction returns,
         and it was allocated on another stream.
         """
-        if self._overlaps:
+        if self._optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
             tensor.record_stream(get_accelerator().current_stream())
-
-    @property
-    def _overlaps(self) -> bool:
-        """Return True if buckets are reduced on a separate stream."""
-        return bool(self._optimizer.overlap_comm) and not get_accelerator().resolves_data_dependency()
-
-    def reduce_separate(
-        self, rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
-    ) -> None:
-        """Reduce a bucket of separate tensors in place of DeepSpeed's `buffered_reduce_fallback`.
-
-        Without `contiguous_gradients`, a bucket is a list of tensors: flatten them, reduce as usual, and copy the means
-        back. The list is empty if the first gradient alone is larger than a bucket, or if there is no gradient.
-        """
-        if not grads:
-            return
-        optimizer, flat = self._optimizer, torch.cat([grad.reshape(-1) for grad in grads])
-        optimizer.average_tensor(flat, communication_data_type)
-        if self._overlaps:
-            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
-        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
-
-    def reduce_separate_in_fp32(
-        self, grads: list[Tensor], grad_params: list[Key], communication_data_type: torch.dtype, **_: object
-    ) -> None:
-        """Reduce a bucket in place of DeepSpeed's `_buffered_reduce_fallback_preserving_fp32`."""
-        self.reduce_separate(None, grads, communication_data_type)
 
 
 def _waits_for_backward(engine: Any) -> bool:
@@ -187,21 +155,8 @@ def _waits_for_backward(engine: Any) -> bool:
     return not engine.optimizer.partition_gradients and not chosen and plain
 
 
-Count = Callable[[int, torch.dtype], None]
-
-
 def _count_only(optimizer: Any, session: Session, patches: Patches) -> None:
-    """Count bytes in the all-reduce in which both flat and separate gradients end."""
-    if optimizer.contiguous_gradients:
-        count_parts = partial(_average_tensor, optimizer, session, parts_of(optimizer))
-        patches.wrap(optimizer, "average_tensor", count_parts)
-    else:
-        count = partial(_count, session, optimizer.dp_process_group.size())
-        patches.wrap(optimizer, "allreduce_bucket", partial(_allreduce_bucket, count))
-
-
-def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None:
-    session.meter.count_engine_reduction(ring_all_reduce(numel * dtype.itemsize, ranks))
+    patches.wrap(optimizer, "average_tensor", partial(_average_tensor, optimizer, session, parts_of(optimizer)))
 
 
 def _average_tensor(
@@ -215,13 +170,6 @@ def _average_tensor(
     for part in parts(tuple(optimizer.ipg_buckets[communication_data_type].params)):
         session.meter.count_engine_reduction(part.all_reduced(communication_data_type))
     average(tensor, communication_data_type)
-
-
-def _allreduce_bucket(
-    count: Count, allreduce: Any, bucket: list[Tensor], communication_data_type: torch.dtype, **options: Any
-) -> Any:
-    count(sum(tensor.numel() for tensor in bucket), communication_data_type)
-    return allreduce(bucket, communication_data_type, **options)
 
 
 def _weight_bytes(optimizer: Any) -> int:
@@ -238,7 +186,7 @@ def may_wait(optimizer: Any) -> bool:
     if not may_defer_reductions() or has_compact_gradients(optimizer):
         return False
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
-    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload
+    return on_host and not optimizer.cpu_offload
 
 
 class DeferredReductions:

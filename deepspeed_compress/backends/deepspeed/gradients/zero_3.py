@@ -22,13 +22,13 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import limit_bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
 from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
-from deepspeed_compress.collectives.gloo import is_gloo
+from deepspeed_compress.collectives.exchange import is_gloo
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.monitor import Meter, ring_all_reduce, ring_reduce_scatter

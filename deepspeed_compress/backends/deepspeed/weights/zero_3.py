@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.bucket_sizes import bucket_size
+from deepspeed_compress.backends.deepspeed.engine_facts import bucket_size
 from deepspeed_compress.collectives.buckets import partition_by_owners
 from deepspeed_compress.collectives.payload import PendingGather
 from deepspeed_compress.collectives.weight_reduction import (

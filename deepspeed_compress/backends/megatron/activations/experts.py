@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.hooks import CompiledCalls, TrainingPass
-from deepspeed_compress.backends.activations.tokens import ExchangeTokens, Leg, Route, is_smaller, make_leg
+from deepspeed_compress.backends.activations.tokens import Leg, exchange_rows, is_smaller, make_leg
 from deepspeed_compress.config import SECTION, ExpertActivations
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.patches import Patches, replaced
@@ -86,11 +86,4 @@ class _Way:
         """Exchange rows in place of Megatron's function `theirs`. Splits are equal if they are None."""
         if input_.dim() != 2 or not is_smaller(input_, self.leg.bits):
             return theirs(group, input_, output_split_sizes_, input_split_sizes)
-        equal = [len(input_) // group.size()] * group.size()
-        sent, received = (
-            tuple(int(rows) for rows in (equal if splits is None else splits))
-            for splits in (input_split_sizes, output_split_sizes_)
-        )
-        # PyTorch gives `apply` no types.
-        found: Tensor = ExchangeTokens.apply(input_, self.leg, Route(group, sent, received))  # type: ignore[no-untyped-call]
-        return found
+        return exchange_rows(input_, self.leg, group, input_split_sizes, output_split_sizes_)

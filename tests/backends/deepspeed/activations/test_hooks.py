@@ -191,15 +191,6 @@ def test_backward_through_only_one_layer() -> None:
     assert torch.allclose(x.grad, 2 * expected.grad)  # type: ignore[arg-type, operator]
 
 
-def test_layers_without_gradients_are_unchanged() -> None:
-    one = Shared()
-    with torch.no_grad():
-        one.model(hidden())
-    one.model(hidden().detach())
-    assert [layer.summed_itself for layer in one.layers] == [2, 2, 2]
-    assert one.total.calls == 0
-
-
 def test_a_frozen_layer_passes_its_gradient_on() -> None:
     one = Shared()
     one.model.k.requires_grad_(False)
@@ -325,15 +316,6 @@ def test_outputs_are_summed_before_the_bias(bias: bool, reentrant: bool | None) 
         assert torch.equal(row.layer.bias.grad, torch.full((WIDTH,), 2.0))  # type: ignore[arg-type]
 
 
-def test_an_evaluation_is_left_to_deepspeed() -> None:
-    row = Row()
-    row.model(hidden())
-    with torch.no_grad():
-        row.model(hidden())
-        row.layer(hidden())
-    assert (row.total.calls, row.layer.summed_itself) == (1, 2)
-
-
 def test_a_first_pass_without_gradients_is_part_of_training() -> None:
     """Reentrant checkpointing runs it so, also after an evaluation in between."""
     row = Row()
@@ -440,13 +422,6 @@ def test_an_evaluation_after_an_interrupt_sums() -> None:
         row.model(hidden())
     assert (row.layer.summed_itself, row.total.calls) == (1, 0)
     assert row.layer.bias is not None
-
-
-def test_a_copy_of_a_row_sums_by_itself() -> None:
-    row = Row()
-    other = copy.deepcopy(row.model)
-    other(hidden())
-    assert (row.total.calls, other.layer.summed_itself) == (0, 1)
 
 
 def test_detaching_from_a_row_restores_it() -> None:

@@ -10,7 +10,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deepspeed_compress.backends.deepspeed.versions import reduces_separate_gradients
 from tests.backends.deepspeed.programs.program import WIDTH, Program, Run
 
 HIDDEN = 17
@@ -167,8 +166,6 @@ OF_STAGE: Mapping[int, tuple[str, ...]] = {
 }
 """Styles that DeepSpeed supports, by ZeRO stage."""
 SGD = {"type": "SGD", "params": {"lr": 0.1, "torch_adam": None}}
-SEPARATE = (None, None, False) if reduces_separate_gradients() else (None,)
-"""Values of `contiguous_gradients`. The package refuses `false` with an older DeepSpeed."""
 
 
 @st.composite
@@ -183,7 +180,6 @@ def programs(draw: st.DrawFn, stage: int) -> Program:
         "gradient_accumulation_steps": micro_steps if style == "managed" else 1,
         "gradient_clipping": draw(st.sampled_from([0.0, 0.3])),
         "zero_optimization": {
-            "contiguous_gradients": draw(st.sampled_from(SEPARATE)),
             "reduce_bucket_size": draw(st.sampled_from([600, None])),
         },
         **({"managed_gradient_accumulation": False} if style == "unmanaged" else {}),

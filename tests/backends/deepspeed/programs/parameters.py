@@ -268,16 +268,6 @@ PROGRAMS = (
     Program("sparse embedding", sparse_embedding, fails={1: "Sparse", 2: "Sparse", 3: "sparse"}),
     Program("sparse embedding, SparseAdam", sparse_adam, stages=(0,)),
     Program("huge first gradient", huge_first_gradient),
-    Program(
-        "huge first gradient, contiguous_gradients off",
-        huge_first_gradient,
-        config={"zero_optimization": {"contiguous_gradients": False}},
-    ),
-    Program(
-        "huge embedding, contiguous_gradients off",
-        Learning(Words, 300),
-        config={"zero_optimization": {"contiguous_gradients": False}},
-    ),
     Program("huge embedding", Learning(Words, 300)),
     Program("parameter groups", groups),
     Program("an empty parameter group", empty_group),

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import deepspeed
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed import bucket_sizes
+from deepspeed_compress.backends.deepspeed import engine_facts
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.integrations import install
 from deepspeed_compress.policy import policy
@@ -168,7 +168,7 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
     uninstall = (lambda: None) if section is None else install()
     # Other buckets have their size from the configuration.
     ours = task.stage == 0 or task.section == "raw nodes"
-    small = patch.object(bucket_sizes, "SMALLEST_BUCKET", 600 if ours else bucket_sizes.SMALLEST_BUCKET)
+    small = patch.object(engine_facts, "SMALLEST_BUCKET", 600 if ours else engine_facts.SMALLEST_BUCKET)
     small.start()
     alternating = patch.object(policy, "AutoChoice", _Alternating)
     alternating.start()

@@ -139,7 +139,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "buckets of default size": zero(reduce_bucket_size=None, stage3_param_persistence_threshold=None),
     "overlap_comm on": zero(overlap_comm=True),
     "overlap_comm off": zero(overlap_comm=False),
-    "contiguous_gradients off": zero(contiguous_gradients=False),
     "reduce_scatter off": zero(reduce_scatter=False),
     "round_robin_gradients": zero(round_robin_gradients=True),
     "buckets of one element": zero(reduce_bucket_size=1),

@@ -1,17 +1,79 @@
-"""Seam of the optimizer step: `DeepSpeedEngine._take_model_step`, used by the plain and the pipeline engine."""
+"""Passes and optimizer steps of DeepSpeed engines: their losses, their times, and what happens around a step."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from deepspeed_compress.backends.deepspeed.comms_log import log_traffic
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
 from deepspeed_compress.backends.deepspeed.rollout import RolloutSteps
+from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
+from deepspeed_compress.session.observer import Losses, StepWatch
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+LOSS_SEAMS = (Seam(_ENGINE + "backward"),)
+TIME_SEAMS = (Seam(_ENGINE + "forward"), *LOSS_SEAMS)
+
+
+def follow_losses(engine: Any, losses: Losses, patches: Patches) -> None:
+    """Record the losses of `engine` in `losses` until `patches` are undone."""
+    patches.on_undo(losses.wait)
+    if isinstance(engine, PipelineEngine):
+        patches.wrap(engine, "train_batch", partial(_train_batch, losses))
+    else:
+        patches.wrap(engine, "backward", partial(_backward, losses))
+
+
+def _train_batch(losses: Losses, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run DeepSpeed's `train_batch`, and record the mean loss that it returns."""
+    loss = original(*args, **options)
+    losses.record(loss)
+    return loss
+
+
+def _backward(losses: Losses, original: Callable[..., Any], loss: Any, *args: Any, **options: Any) -> Any:
+    """Run DeepSpeed's `backward`, and record its loss."""
+    result = original(loss, *args, **options)
+    losses.record(loss)
+    return result
+
+
+def watch_steps(engine: Any, watch: StepWatch, patches: Patches) -> None:
+    """Let `watch` run during the passes of `engine` until `patches` are undone. `OptimizerStep` adds its own part.
+
+    The time of a pipeline runs through all of `train_batch`, in which stages wait for each other. A backward pass that
+    is not begun by `engine.backward` counts until the next forward pass or the optimizer step.
+    """
+    if isinstance(engine, PipelineEngine):
+        patches.precede(engine, "train_batch", watch.start)
+    else:
+        patches.wrap(engine, "forward", partial(_forward, engine, watch))
+        patches.wrap(engine, "backward", partial(_timed_backward, watch))
+
+
+def _forward(engine: Any, watch: StepWatch, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run DeepSpeed's `forward`. If it trains, the watch runs."""
+    if engine.module.training and torch.is_grad_enabled():
+        watch.note_batch((args, options))
+        watch.start()
+    return original(*args, **options)
+
+
+def _timed_backward(watch: StepWatch, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run DeepSpeed's `backward`, and stop the watch."""
+    watch.start()
+    result = original(*args, **options)
+    watch.stop()
+    return result
 
 
 @dataclass(frozen=True)
@@ -63,7 +125,6 @@ class OptimizerStep:
             session.renew_weights()
         norm = self.norms.newest if self.norms is not None else None
         done = FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine), norm)
-        log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
         session.exchange_with_islands(engine.global_steps)
