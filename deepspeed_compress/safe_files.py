@@ -55,6 +55,15 @@ def replacing(file: Path, scratch: Path, private: bool = False) -> Iterator[Bina
         raise
 
 
+def sync_directory(directory: Path) -> None:
+    """Make the names of files in `directory` survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def temporary(file: Path) -> Path:
     """Return a name that is unique to this thread, since others, also of an earlier run, may still write the file."""
     return file.with_name(f"{file.name}.{threading.get_native_id()}.tmp")

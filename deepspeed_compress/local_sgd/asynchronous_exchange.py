@@ -107,8 +107,7 @@ class AsynchronousExchange:
             self._await_reply(self._pending.answer)
             self._call += 1
         self._pending, self._samples = None, samples
-        own = {"number": self.number, "token": self._token}
-        head = {"kind": "resume", **own, "saved": saved or {"run": "", "number": -1}}
+        head = {"kind": "resume", "saved": saved or {"run": "", "number": -1}}
         answer, _ = self._ranks.run_on_first(partial(self._calls.ask, head))
         kind = answer["kind"]
         if kind == "resumed" and saved is not None:

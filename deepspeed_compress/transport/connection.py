@@ -1,18 +1,50 @@
-"""Authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines."""
+"""Authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines.
 
+A frame is a fixed header with two sizes, a head (one JSON object with a `kind`), and a body of plain bytes. The sizes
+are checked against limits before memory is allocated. `messages` checks what a head contains.
+"""
+
+import json
+import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from deepspeed_compress.transport.channel import Channel
 from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
-from deepspeed_compress.transport.frames import HEADER, Head, decode, encode, sizes
-from deepspeed_compress.transport.limits import Limits
 
+Head = Mapping[str, Any]
+HEADER = struct.Struct("!4sIQ")
+"""Magic bytes, size of the head, size of the body."""
+_MAGIC = b"DSCF"
 Buffer = bytes | bytearray | memoryview
 CHUNK = 1 << 18
 """Bytes of a body that are read or written under one deadline."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of what one side accepts from the other, and for how long it waits.
+
+    Attributes:
+        head: Largest size in bytes of a head.
+        body: Largest size in bytes of a body. `Connection.receive` takes another limit for one frame.
+        patience: Seconds for a head that has begun, and for each chunk (256 KiB) of a body, in both directions.
+    """
+
+    head: int = 1 << 20
+    body: int = 0
+    patience: float = 30.0
+
+
+DEFAULT_LIMITS = Limits()
+"""Heads of 1 MiB, and no bodies."""
+LARGE_HEAD = 1 << 24
+"""Largest size in bytes of a message with the addresses of thousands of ranks, or with all parameters of a model."""
 
 
 class Connection:
@@ -182,3 +214,40 @@ class _EndedByErrors:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None and kind is not GeneratorExit:
             self._channel.end()
+
+
+def encode(head: Head, body: int = 0) -> bytes:
+    """Return the header and the head of a frame with a body of `body` bytes.
+
+    Raises:
+        ValueError: if `head` cannot be represented in JSON.
+    """
+    text = json.dumps(head, allow_nan=False, ensure_ascii=False).encode()
+    return HEADER.pack(_MAGIC, len(text), body) + text
+
+
+def sizes(header: bytes, head: int, body: int) -> tuple[int, int]:
+    """Return the sizes of head and body that `header` announces. Raises ProtocolError if one exceeds its limit."""
+    magic, head_size, body_size = HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise ProtocolError("the other side sent something that is not a frame")
+    if head_size > head or body_size > body:
+        raise ProtocolError(
+            f"the other side announced a head of {head_size} bytes and a body of {body_size} (allowed: {head} and "
+            f"{body})"
+        )
+    return head_size, body_size
+
+
+def decode(text: bytes | bytearray) -> dict[str, Any]:
+    """Return the head. Raises ProtocolError if it is not a JSON object with a string `kind`.
+
+    The parser refuses NaN, infinity, invalid UTF-8, lone surrogates, integers of thousands of digits, and deep nesting.
+    """
+    try:
+        head = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise ProtocolError(f"the head is not JSON: {error}") from error
+    if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
+        raise ProtocolError("the head is not an object with a string `kind`")
+    return head

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_compress.checkpointing import direct
 from deepspeed_compress.checkpointing.completeness import Save, find_problems, read_lists
-from deepspeed_compress.checkpointing.direct import write_torch
+from deepspeed_compress.checkpointing.deepspeed.engine_files import write_torch
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
 from deepspeed_compress.checkpointing.snapshot import Call, HostCopies, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer

@@ -3,8 +3,7 @@
 import pytest
 
 from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
-from deepspeed_compress.launcher.job_state import EQUAL_FAILURES, JobOptions
-from deepspeed_compress.launcher.placement import Host, Placement, place, size_problem
+from deepspeed_compress.launcher.placement import Host, JobOptions, Placement, place, size_problem
 from deepspeed_compress.launcher.supervisor import LOST_AFTER, Supervisor
 
 
@@ -288,14 +287,6 @@ def test_equal_failures_without_a_new_step_end_the_job():
     )
 
 
-def test_equal_failures_before_the_first_step_end_the_job_if_no_slot_is_left():
-    job = Job(restarts=9, size_problem=lambda ranks: "no")
-    job.join("1")
-    for _ in range(EQUAL_FAILURES):
-        job.fail_alone(slot=1)
-    assert job.last("1")["kind"] == "over"
-
-
 @pytest.mark.parametrize(
     "failures",
     [
@@ -313,20 +304,6 @@ def test_failures_that_differ_use_restarts(failures):
     for steps, code in failures:
         job.fail_alone(steps=steps, code=code)
         assert job.last("1")["kind"] == "start"
-
-
-def test_failing_slots_are_dropped_before_the_job_ends():
-    job = Job(restarts=9)
-    job.join("1", slots=3)
-    for slots in ([0, 1], [0, 2]):
-        for _ in range(3):
-            assert job.last("1")["slots"] == slots
-            job.fail_alone(slot=slots[1])
-    assert job.last("1")["slots"] == [0], "fewer ranks can train, so the job continues with them"
-    for _ in range(3):
-        assert job.last("1")["kind"] == "start"
-        job.fail_alone()
-    assert job.last("1")["kind"] == "over"
 
 
 def test_counting_of_equal_failures_restarts_when_hosts_change():

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.local_sgd.parameter_server import snapshot
-from deepspeed_compress.local_sgd.parameter_server.calls import read_part
-from deepspeed_compress.local_sgd.parameter_server.records import Records
-from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
+from deepspeed_compress.local_sgd.parameter_server.messages import FROM_ISLANDS
+from deepspeed_compress.local_sgd.parameter_server.server import Answer, Service
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
+from deepspeed_compress.local_sgd.parameter_server.store import Records, tensors_of
 from tests.support.mutations import change, damage
 from tests.support.processes import join_threads, start_threads
 
@@ -106,7 +106,7 @@ def moved(seed: int) -> Tensor:
 
 
 def state(service: Service) -> tuple[Records, list[Tensor]]:
-    return service.store.records, list(service.store.tensors().values())
+    return service.store.records, list(tensors_of(service.store.places).values())
 
 
 def same(before: tuple[Records, list[Tensor]], after: tuple[Records, list[Tensor]]) -> bool:
@@ -156,8 +156,8 @@ def test_a_mutated_call_is_refused_or_applied_and_can_be_saved(
         else:
             applied += 1
         rank.calls = max(rank.calls, getattr(service.store.records.islands.get(rank.own["number"]), "call", 0))
-        assert all(bool(torch.isfinite(one).all()) for one in service.store.tensors().values())
-        if kind == "leave" and service.store.records.islands[rank.own["number"]].has_left:
+        assert all(bool(torch.isfinite(one).all()) for one in tensors_of(service.store.places).values())
+        if kind == "leave" and not service.store.records.islands[rank.own["number"]].token:
             rank = Rank(service, terms(exchange, optimizer="nesterov"))
         if kind == "seed" and service.store.records.version > 2**60:
             break
@@ -189,7 +189,7 @@ def _call(rank: Rank, kind: str, number: int, exchange: Mapping[str, Any]) -> tu
     if kind == "resume":
         island = store.records.islands[rank.own["number"]]
         saved = {"run": store.records.run, "number": rank.own["number"], "call": island.call, "version": island.version}
-        return {"kind": kind, **rank.own, "saved": saved}, b""
+        return {"kind": kind, "saved": saved}, b""
     if kind == "fresh":
         return rank.head(kind), b""
     if kind == "push":
@@ -241,23 +241,19 @@ def test_a_full_disk_stops_no_island(
     service = Service(Snapshot(directory / "state"), reports.append)
     rank = Rank(service, terms())
     rank.seed(moved(0))
-    saved, held = (directory / "state").read_bytes(), service._saved
-    monkeypatch.setattr("deepspeed_compress.local_sgd.parameter_server.service.SAVE_INTERVAL", 0.0)
+    saved = (directory / "state").read_bytes()
+    monkeypatch.setattr("deepspeed_compress.local_sgd.parameter_server.server.SAVE_INTERVAL", 0.0)
     service._next_save = 0.0
     with monkeypatch.context() as full:
         full.setattr(replaced, failing)
         for seed in range(8):
-            assert rank.push(moved(seed))[0]["saved"] == held.islands[0].call
+            assert rank.push(moved(seed))[0]["kind"] == "taken"
         with pytest.raises(OSError, match=r"no space|Too many"):
             Rank(service, terms())
         assert not list(directory.glob("*.tmp"))
         assert (directory / "state").read_bytes() == saved
-    assert [one.partition(" (")[0] for one in reports if "cannot" in one] == [
-        "islands keep their calls, because the state cannot be written"
-    ]
+    assert [one.partition(" (")[0] for one in reports if "cannot" in one] == ["the state cannot be written"]
     assert list(service.store.records.islands) == [0], "an island that could not be saved has not entered"
-    service._next_save = 0.0
-    assert rank.push(moved(9))[0]["saved"] == rank.calls
     with restarted(_copied(service, directory)) as again:
         assert same(state(service), state(again))
     service.close()
@@ -273,7 +269,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
     dropped = [one for one in answers if one["kind"] == "dropped"]
     assert dropped
     assert {one["reason"] for one in dropped} == {"the anchor would become non-finite"}
-    assert all(bool(torch.isfinite(one).all()) for one in service.store.tensors().values())
+    assert all(bool(torch.isfinite(one).all()) for one in tensors_of(service.store.places).values())
     assert rank.push(moved(1))[0]["kind"] == "taken"
 
 
@@ -354,20 +350,21 @@ def trained(directory: Path) -> Path:
     return path
 
 
-PUSH = {"kind": "push", "number": 0, "place": 0, "call": 1, "samples": 8, "token": "secret"}
+PUSH = {"kind": "push", "run": "x", "number": 0, "place": 0, "call": 1, "samples": 8, "token": "secret"}
+SEED = {**PUSH, "kind": "seed", "claim": 0, "shapes": {}, "layout": []}
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({**PUSH, "place": MISSING}, "place is missing in a call of kind 'push' (required)"),
-        ({**PUSH, "place": "0"}, "place is '0' (allowed: a valid integer)"),
-        ({**PUSH, "layout": [["weight", 0]]}, "layout.0.2 is missing in a call of kind 'push' (required)"),
+        ({**PUSH, "place": MISSING}, "push: place is missing"),
+        ({**PUSH, "place": "0"}, "push: place is '0': Input should be a valid integer"),
+        ({**SEED, "layout": [["weight", 0]]}, "seed: layout.0.2 is missing"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named_without_the_rest_of_the_call(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)) as raised:
-        read_part({name: value for name, value in given.items() if value is not MISSING}, 0)
+        FROM_ISLANDS.read({name: value for name, value in given.items() if value is not MISSING})
     assert "secret" not in "".join(traceback.format_exception(raised.value))
 
 

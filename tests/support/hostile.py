@@ -18,10 +18,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.transport.client import connect, parse_address
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import HEADER, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.frames import HEADER
-from deepspeed_compress.transport.limits import Limits
 from tests.support.mutations import change
 
 Message = Mapping[str, Any]

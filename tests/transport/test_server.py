@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from deepspeed_compress.transport.client import connect, parse_address
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import DEFAULT_LIMITS, HEADER, Connection, Limits, encode
 from deepspeed_compress.transport.credentials import Credentials, Secret, Tls
 from deepspeed_compress.transport.errors import (
     AuthenticationError,
@@ -20,10 +20,8 @@ from deepspeed_compress.transport.errors import (
     OtherServiceError,
     ServerBusyError,
 )
-from deepspeed_compress.transport.frames import HEADER, encode
-from deepspeed_compress.transport.limits import DEFAULT_LIMITS, Bounds, Limits
 from deepspeed_compress.transport.machine_server import SendQueue
-from deepspeed_compress.transport.server import Server
+from deepspeed_compress.transport.server import Bounds, Server
 from tests.support.transport import CREDENTIALS, SERVICE, connected, make_certificates, serving, unauthenticated, until
 
 MEGABYTE = 1 << 20
@@ -47,13 +45,6 @@ def test_frames_arrive_complete_in_both_directions() -> None:
         assert (memory, there.left) == (b"abcd", 2)
         there.send({"kind": "z"})
         assert there.receive(60) == {"kind": "z"}, "the unread rest of a body is dropped"
-
-
-def test_a_connection_survives_a_receive_timeout() -> None:
-    with serving() as server, connected(server) as there:
-        assert there.receive(0.05) is None
-        there.send({"kind": "x"})
-        assert there.receive(60) == {"kind": "x"}
 
 
 def test_arrived_returns_all_waiting_messages() -> None:
@@ -101,26 +92,6 @@ def test_an_incomplete_frame_times_out() -> None:
             there.receive(60)
         assert 0.2 < time.monotonic() - begun < DEFAULT_LIMITS.patience / 2
         there.close()
-
-
-def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head() -> None:
-    with serving(limits=Limits(patience=0.5)) as server:
-        there = connected(server)
-        begun, frame = time.monotonic(), encode({"kind": "x" * 500})
-        with pytest.raises(OSError, match=ENDED):
-            trickle(there, frame)
-        assert time.monotonic() - begun < PAUSE * len(frame)
-        there.close()
-
-
-PAUSE = 0.05
-"""Seconds between two bytes of a client that sends slowly."""
-
-
-def trickle(connection: Connection, data: bytes) -> None:
-    for byte in data:
-        connection._channel.write(memoryview(bytes([byte])), time.monotonic() + 60)
-        time.sleep(PAUSE)
 
 
 def test_a_write_times_out_if_the_other_side_does_not_read() -> None:
@@ -409,15 +380,6 @@ def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
             there.send({"kind": "x"})
             assert there.receive(60) == {"kind": "x"}
     with serving() as server, pytest.raises(OSError, match=r"only one side uses TLS, or|TLS failed"):
-        connected(server, member)
-
-
-def test_both_sides_check_the_authority(tmp_path) -> None:
-    """A client refuses a server whose certificate is from another authority."""
-    files = make_certificates(tmp_path)
-    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
-    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
-    with serving(credentials=elsewhere) as server, pytest.raises(AuthenticationError, match="one authority"):
         connected(server, member)
 
 

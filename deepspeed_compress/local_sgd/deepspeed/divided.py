@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
-from deepspeed_compress.checkpointing.catalog import LATEST
+from deepspeed_compress.checkpointing.completeness import LATEST
 from deepspeed_compress.checkpointing.deepspeed.participants import (
     Loaded,
     LoadRequest,

@@ -3,7 +3,7 @@
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
-from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, begun, terms
+from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, begun
 
 
 def test_the_first_island_provides_the_anchor_for_the_others() -> None:
@@ -296,20 +296,6 @@ def test_fewer_than_the_minimum_do_not_exchange() -> None:
     world.begin("c")
     world.arrive("c")
     assert world.partners("a") == [0, 2]
-
-
-def test_terms_are_those_of_the_connected_islands() -> None:
-    world = begun("a")
-    message = {"terms": {**terms(), "outer": "nesterov"}, "store": "b:1", "addresses": []}
-    world.say("b", "join", **message)
-    assert world.last("b", "refused")["why"] == "outer is 'nesterov', that of the others 'average'"
-    world.lose("a")
-    world.say("b", "join", **message)
-    assert "island 0 (a) has the newest weights" in world.last("b", "refused")["why"]
-    # Island a has not exchanged anything, so it is awaited only for its patience.
-    world.wait(PATIENCE + 0.5)
-    world.say("b", "join", **message)
-    assert world.last("b", "welcome")
 
 
 def test_a_process_can_be_only_one_island() -> None:

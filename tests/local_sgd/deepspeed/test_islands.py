@@ -12,7 +12,6 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, inject_adapter_in_model
 
 import deepspeed_compress
 from deepspeed_compress.config import parse_section
@@ -74,30 +73,6 @@ def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) 
     for plain, ours in run_forks(4, train, whole, divided):
         assert largest_difference(plain.parameters, ours.parameters) < 1e-6
         assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
-
-
-def with_adapters(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
-    """Return the weights after each job, which trains adapters and a layer next to frozen weights."""
-    seen = []
-    for job in jobs:
-        lora = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
-        model = inject_adapter_in_model(lora, network())
-        model[4].requires_grad_(True)
-        engine = make_engine(model, job.config())
-        before = weights(engine)
-        run(engine, data(rank, job))
-        seen.append(weights(engine))
-        assert names_apart(before, seen[-1]) == {name for name in before if "lora" in name or name.startswith("4.")}
-    return seen
-
-
-@SAMPLED
-@pytest.mark.parametrize("stage", STAGES)
-def test_adapters_of_two_islands_equal_those_of_data_parallelism(stage: int) -> None:
-    whole = Job(stage, extra=SGD)
-    divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
-    for plain, ours in run_forks(4, with_adapters, whole, divided):
-        assert largest_difference(plain, ours) < 1e-6
 
 
 @SAMPLED
@@ -266,12 +241,6 @@ def test_an_optimizer_without_second_moments_is_refused(kind: str, options: Mapp
         assert text in found
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", ["AdamW"], {"type": 3}])
-def test_an_invalid_optimizer_entry_is_not_reported_by_islands(optimizer: Any) -> None:
-    job = Job(1, section=section(size=1, second_moments={}), extra={"optimizer": optimizer})
-    assert not [one for one in find_problems(job.config()) if "second_moments" in str(one)]
-
-
 def test_a_configuration_without_second_moments_is_refused() -> None:
     [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
     assert str(found).startswith(
@@ -424,20 +393,6 @@ def test_the_number_of_islands_may_change_on_resume(saved: int, loaded: int, tmp
     run_forks(saved, save_and_continue, job, str(tmp_path), 4)
     ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
     assert all(one == ranks[0][0] for one, _ in ranks)
-
-
-def save_by_epoch(rank: int, job: Job, directory: str) -> list[str]:
-    engine = start(job)
-    engine.save_checkpoint(directory, tag=0)
-    run(engine, data(rank, job))
-    engine.save_checkpoint(directory, tag=1)
-    path, _ = engine.load_checkpoint(directory, tag=0)
-    return [Path(path).parent.name, str(engine.global_steps)]
-
-
-def test_a_tag_may_be_zero(tmp_path: Path) -> None:
-    assert run_forks(2, save_by_epoch, Job(1, section=section(size=1)), str(tmp_path)) == [["0", "0"]] * 2
-    assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}
 
 
 @SAMPLED

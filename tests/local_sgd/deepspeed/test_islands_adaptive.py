@@ -152,16 +152,6 @@ def test_an_island_of_one_rank_has_nothing_to_choose() -> None:
         assert any("/adaptive: has no effect in islands of size 1" in text for text in texts)
 
 
-def host_of_one(rank: int, job: Job) -> list[str]:
-    with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1", LOCAL_SIZE="1"):
-        return warned(rank, job)
-
-
-def test_hosts_of_one_rank_have_nothing_to_choose() -> None:
-    for texts in run_forks(2, host_of_one, Job(1, section(islands={"by_host": True}))):
-        assert any("/adaptive: has no effect, because each host has one data-parallel rank" in text for text in texts)
-
-
 def on_other_machines(rank: int, job: Job) -> list[str]:
     torch.set_num_threads(1 + rank // 2)
     return warned(rank, job)

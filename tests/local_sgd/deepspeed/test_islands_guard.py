@@ -12,7 +12,6 @@ import pytest
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.faults import FAULT, GUARD, Disturb, exploding, live, not_a_number, poison, train_one
 from tests.support.forks import run_forks
-from tests.support.island_jobs import run_apart
 from tests.support.jobs import Job, data, run, start, train, weights
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
 
@@ -125,37 +124,6 @@ def test_each_island_of_a_resumed_run_decides_as_the_saved_one(stage: int, tmp_p
     assert run_forks(4, resume, job, str(tmp_path)) == straight
     assert [len(events) for _, events, _ in straight] == [2, 2, 0, 0]
     assert all(" return: " in event for event in straight[0][1])
-
-
-def test_islands_without_a_saved_state_decide_as_the_first_ones(tmp_path: Path) -> None:
-    job = Job(1, section(), steps=FAULT + 14)
-    run_forks(2, save, job, str(tmp_path))
-    ranks = [events for _, events, _ in run_forks(4, resume, job, str(tmp_path))]
-    assert len(ranks[0]) == 2
-    assert ranks == [ranks[0]] * 4
-
-
-def live_elastic(rank: int, job: Job) -> tuple[list[str], list[tuple[int, dict[str, list[float]]]]]:
-    """Return events of the guard, and weights after every exchange. The loss of rank 3 is NaN in one step."""
-    engine, seen = start(job), []
-    islands = engine.compression.islands
-    for step, (x, y) in enumerate(data(10 * islands.number + rank % 2, job)):
-        train_one(engine, x, y, math.nan if (rank, step) == (3, 2) else 1.0)
-        if len(islands.history) > len(seen):
-            seen.append((islands.exchange.version, weights(engine)))
-        if len(seen) == 3:
-            break
-    events = [f"{event.step} {event.kind}" for event in engine.compression.events if event.kind == "anomaly"]
-    engine.destroy()
-    return events, seen
-
-
-def test_elastic_islands_decide_independently() -> None:
-    guarded = {key: value for key, value in section().items() if key != "islands"}
-    first, second, third, fourth = run_apart(2, live_elastic, Job(1, guarded, steps=40), size=2)
-    assert (first[0], second[0]) == ([], [])
-    assert third[0] == fourth[0] != []
-    assert first[1] == second[1] == third[1] == fourth[1]
 
 
 def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[float]]]:
