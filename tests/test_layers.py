@@ -133,8 +133,7 @@ TABLE = {
         "checkpointing collectives.objects session.state_files errors file_locks safe_files", "torch"
     ),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
-    "local_sgd.anchors": allow("local_sgd errors transport", "pydantic torch"),
-    "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
+    "local_sgd.anchors": allow("local_sgd errors transport", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd config errors transport.client", "torch"),
     "local_sgd.coordinator": allow("errors file_locks safe_files transport", "pydantic"),
@@ -214,7 +213,7 @@ TABLE = {
     "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
         "checkpointing.completeness checkpointing.directory config errors safe_files tools.outputs tools.tables",
-        lazily="deepspeed rich torch",
+        lazily="checkpointing.deepspeed.resharding deepspeed rich torch",
     ),
     "tools.options": allow("tools.arguments tools.bench.options"),
     "tools.outputs": allow("diagnostics"),

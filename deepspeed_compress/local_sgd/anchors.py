@@ -16,8 +16,7 @@ from torch import Tensor
 
 from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
-from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState
-from deepspeed_compress.local_sgd.framed_messages import as_bytes
+from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState, as_bytes
 from deepspeed_compress.local_sgd.strategy import ExchangeContext
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, Limits

@@ -21,11 +21,16 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.reduction import Reductions
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.local_sgd.exchange import ANCHOR, cosine_to_others, write_anchor
-from deepspeed_compress.local_sgd.framed_messages import FramedMessages, as_bytes, read_bytes
-from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.exchange import (
+    ANCHOR,
+    FramedMessages,
+    as_bytes,
+    cosine_to_others,
+    read_bytes,
+    write_anchor,
+)
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, LeaderDecision, SyncInterval
 
 _PAUSE = 0.1
 """Seconds to wait before ranks that received different versions ask again."""

@@ -24,9 +24,8 @@ from deepspeed_compress.local_sgd.anchors import AnchorServer, SharedAnchor, Ver
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources, Outcome, Round
 from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, Peers, PendingExchange, Share
-from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
 from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, make_groups
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, LeaderDecision, SyncInterval
 from deepspeed_compress.transport.client import own_address
 
 MAX_VOID_ROUNDS = 5

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,6 @@ class Connection:
         self.left = 0
         """Unread bytes of the body of the last frame."""
         self._channel = channel
-        self._ended_by_errors = _EndedByErrors(channel)
         self._sending = threading.Lock()
 
     @property
@@ -89,7 +89,7 @@ class Connection:
             ValueError: if `pieces` do not have `size` bytes in total.
         """
         begun = encode(head, size)
-        with self._sending, self._ended_by_errors:
+        with self._sending, self._ending_on_error():
             self._write(memoryview(begun))
             for piece in pieces:
                 view = memoryview(piece).cast("B")
@@ -103,7 +103,7 @@ class Connection:
 
     def send_encoded(self, frame: bytes) -> None:
         """Send a complete frame that `frames.encode` made."""
-        with self._sending, self._ended_by_errors:
+        with self._sending, self._ending_on_error():
             self._write(memoryview(frame))
 
     def receive(self, timeout: float | None = None, body: int | None = None) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ class Connection:
             timeout: seconds; None waits forever. A frame that has begun must be complete within `limits.patience`.
             body: largest size in bytes of the body, in place of `limits.body`.
         """
-        with self._ended_by_errors:
+        with self._ending_on_error():
             for _ in self.pieces():
                 pass
             header = memoryview(bytearray(HEADER.size))
@@ -140,11 +140,13 @@ class Connection:
     def read_into(self, memory: Buffer) -> None:
         """Fill `memory` with the next bytes of the body. Raises ProtocolError if there are fewer."""
         view = memoryview(memory).cast("B")
-        with self._ended_by_errors:
+        with self._ending_on_error():
             if len(view) > self.left:
                 raise ProtocolError(f"the body has {self.left} bytes left (expected: {len(view)})")
             for start in range(0, len(view), CHUNK):
-                self._read(view[start : start + CHUNK])
+                chunk = view[start : start + CHUNK]
+                self._channel.read_all(chunk, time.monotonic() + self.limits.patience)
+                self.left -= len(chunk)
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the rest of the body in chunks of at most `CHUNK` bytes. The memory of a chunk is reused."""
@@ -172,6 +174,15 @@ class Connection:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """End the channel if the block fails, because the next byte would be misinterpreted."""
+        try:
+            yield
+        except BaseException:
+            self._channel.end()
+            raise
+
     def _begin(self, header: memoryview, timeout: float | None) -> int:
         """Read the first bytes of a header, and return how many; 0 if none arrived in time."""
         try:
@@ -195,25 +206,8 @@ class Connection:
         found, self.left = decode(head), body_size
         return found
 
-    def _read(self, view: memoryview) -> None:
-        self._channel.read_all(view, time.monotonic() + self.limits.patience)
-        self.left -= len(view)
-
     def _write(self, view: memoryview) -> None:
         self._channel.write(view, time.monotonic() + self.limits.patience)
-
-
-class _EndedByErrors:
-    """Context that ends a channel if its block fails, because the next byte would be misinterpreted."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and kind is not GeneratorExit:
-            self._channel.end()
 
 
 def encode(head: Head, body: int = 0) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.local_sgd.framed_messages import FramedMessages
+from deepspeed_compress.local_sgd.exchange import FramedMessages
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER, Terms
 from deepspeed_compress.local_sgd.parameter_server.places import make_messages

@@ -194,14 +194,6 @@ def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path
     assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2", "epoch/3"]
 
 
-def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
-    """Directories of islands and of Trainer have their own `latest`."""
-    publish(write(save(tmp_path / "island_0001", 4)))
-    write(save(tmp_path / ".hidden", 4))
-    publish(write(save(tmp_path, 2)))
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2"]
-
-
 def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
     """DeepSpeed loads universal checkpoints in another way."""
     universal = tmp_path / "global_step8_universal"

@@ -180,14 +180,6 @@ def test_a_job_is_identified_by_its_directory_and_memory_is_private(tmp_path, mo
         job_name(tmp_path / "disk")
 
 
-def test_all_other_tags_are_removed(tmp_path):
-    for step in (1, 2, 3):
-        write(save(tmp_path, step))
-    (files.list_file(tmp_path / "global_step3", 0)).write_text("damaged")
-    CheckpointDirectory(tmp_path).keep_only(save(tmp_path, 4), {"global_step2"})
-    assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
-
-
 def test_a_tag_that_faster_ranks_have_begun_is_not_removed(tmp_path):
     """The writer of the leader may still be at an earlier checkpoint, whose task does not name the tag."""
     for step in (1, 2):

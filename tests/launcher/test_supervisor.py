@@ -306,29 +306,6 @@ def test_failures_that_differ_use_restarts(failures):
         assert job.last("1")["kind"] == "start"
 
 
-def test_counting_of_equal_failures_restarts_when_hosts_change():
-    job = Job(hosts=2, restarts=9)
-    job.join("1")
-    job.join("2")
-
-    def fail():
-        job.fail("1", steps=7, code=1)
-        job.stopped("1", "2", steps=7)
-
-    fail()
-    fail()
-    job.join("3")
-    fail()
-    assert job.last("1")["kind"] == "start"
-    job.supervisor.disconnect("3", job.now)
-    fail()
-    assert job.last("1")["kind"] == "start"
-    fail()
-    assert job.last("1")["kind"] == "start"
-    fail()
-    assert job.last("1")["kind"] == "over"
-
-
 def test_a_rank_that_raises_because_another_was_killed_uses_restarts():
     """Either rank may be reported first."""
     job = Job(hosts=2, restarts=9)

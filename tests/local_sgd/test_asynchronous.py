@@ -15,12 +15,11 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.exchange import move_anchor
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.parameter_server import server as server_module
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
 from deepspeed_compress.local_sgd.parameter_server.server import Server
-from deepspeed_compress.local_sgd.strategy import ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeResult, IslandRanks
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection

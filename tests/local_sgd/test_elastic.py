@@ -17,7 +17,7 @@ from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.config import Islands
-from deepspeed_compress.errors import ConfigError, IslandError
+from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer, SharedAnchor
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
@@ -326,13 +326,6 @@ def test_an_island_that_cannot_reach_the_coordinator_raises(address: str) -> Non
         IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be connected"
     ):
         islands[0].train(1)
-
-
-def test_an_island_with_other_settings_is_refused(address: str) -> None:
-    first = Island(section(address), 0.0)
-    with pytest.raises(ConfigError, match="minimum is 2, that of the others 1"):
-        Island(section(address, minimum=2), 0.0)
-    first.end()
 
 
 def test_an_island_that_diverged_is_excluded_and_keeps_its_residual(address: str) -> None:

@@ -1,7 +1,6 @@
 """Sources of the secret, and files that are refused."""
 
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -38,17 +37,6 @@ def test_the_first_process_creates_the_file_and_all_others_find_it(home: Path) -
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert find_secret() == found
     assert [one.name for one in file.parent.iterdir()] == ["secret"]
-
-
-def test_concurrent_threads_create_one_secret(home: Path) -> None:
-    found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(find_secret().key)) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 16
-    assert len(set(found)) == 1
 
 
 def test_the_variable_has_priority_over_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +97,3 @@ def test_child_processes_get_the_path_instead_of_the_secret(home: Path) -> None:
     chosen = {SECRET: "0011223344556677"}
     pass_on(chosen)
     assert chosen == {SECRET: "0011223344556677"}
-
-
-def test_the_repr_hides_the_secret(home: Path) -> None:
-    assert find_secret().key.decode() not in repr(find_secret())

@@ -47,16 +47,6 @@ def test_frames_arrive_complete_in_both_directions() -> None:
         assert there.receive(60) == {"kind": "z"}, "the unread rest of a body is dropped"
 
 
-def test_arrived_returns_all_waiting_messages() -> None:
-    with serving() as server, connected(server) as there:
-        assert there.arrived(0.01) == []
-        for number in range(3):
-            there.send({"kind": "x", "number": number})
-        found: list[int] = []
-        until(lambda: bool(found.extend(one["number"] for one in there.arrived(0.1)) or len(found) == 3))
-        assert found == [0, 1, 2]
-
-
 @pytest.mark.parametrize("tampered", [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(b"DSCF", 2**32 - 1, 0), b"\0" * 500])
 def test_an_invalid_frame_ends_only_its_connection(tampered: bytes) -> None:
     with serving() as server, connected(server) as there, connected(server) as other:
@@ -138,15 +128,6 @@ def test_clients_learn_of_another_service_and_of_a_full_server() -> None:
             connected(server)
         until(lambda: server.connections == 0)
         connected(server).close()
-
-
-def test_connecting_to_a_silent_listener_times_out() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        begun = time.monotonic()
-        with pytest.raises(TimeoutError):
-            connect(f"127.0.0.1:{port}", SERVICE, CREDENTIALS, timeout=0.2)
-        assert time.monotonic() - begun < 5, "the default timeout"
 
 
 @pytest.mark.slow

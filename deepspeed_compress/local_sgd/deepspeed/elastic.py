@@ -44,10 +44,9 @@ from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
 from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, check_tag, first_file
 from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, RoundConnections
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.local_sgd.round_peers import group_of_one
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, ExchangeStrategy
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, ExchangeStrategy, IslandRanks
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import NOT_SAVED, check_save, result_on_all
@@ -201,7 +200,7 @@ class ElasticIsland(Participant):
         self.exchange.prepare_load()
         self._must_resume = True
         if request.load_lr_scheduler_states and not request.load_module_only:
-            self._learning_rates.ahead = self._saved_ahead(found)
+            self._learning_rates.ahead = self._ranks.run_on_first(_saved_ahead, found, self._engine.global_steps)
         else:
             self._learning_rates.ahead = self._scheduled - int(self._engine.global_steps)
         self._resume(self._load_state(found) if request.loads_states else None)
@@ -280,10 +279,6 @@ class ElasticIsland(Participant):
         warnings.warn(f"{reset}: {found.place} was saved by islands of one job", CompressWarning, stacklevel=4)
         return None
 
-    def _saved_ahead(self, found: Loaded) -> int:
-        """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
-        return self._ranks.run_on_first(_ahead_in, found, self._engine.global_steps)
-
 
 class IslandSampler(DistributedSampler[Any]):
     """Sampler of `island`, whose order follows from the island's number. A loaded checkpoint may change that number.
@@ -337,7 +332,8 @@ def _make_group(settings: Islands) -> dist.ProcessGroup:
     return group
 
 
-def _ahead_in(found: Loaded, step: int) -> int:
+def _saved_ahead(found: Loaded, step: int) -> int:
+    """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
     file = first_file(found.place)
     try:
         description = read_description(file)

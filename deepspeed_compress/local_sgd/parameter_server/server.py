@@ -238,7 +238,7 @@ class Service:
             call = _Call(part)
         if call.answers is None:
             self._add(call, part, body)
-        self._wait(call, part, caller)
+        self._wait(call, caller)
         # The part may arrive once more after its connection was lost; it is then answered as after a restart.
         found = (call.answers or {}).pop(part.place, None)
         return self.store.repeated(part.number, part.place) if found is None else found
@@ -273,21 +273,16 @@ class Service:
         self._calls[number] = call
         self._report_change(number, change)
 
-    def _wait(self, call: _Call, part: Part, caller: Connection) -> None:
-        """Wait until the other ranks of the island have sent their parts."""
+    def _wait(self, call: _Call, caller: Connection) -> None:
+        """Wait until the other ranks of the island have sent their parts. If one is lost, all send theirs again."""
+        number = call.first.number
         while call.answers is None:
             self._change.wait(CHECK_INTERVAL)
-            lost = self._calls.get(part.number) is not call
-            if call.answers is None and (lost or caller.has_hung_up()):
-                self._withdraw(call, part)
+            if call.answers is None and (self._calls.get(number) is not call or caller.has_hung_up()):
+                if self._calls.get(number) is call:
+                    del self._calls[number]
+                    self._change.notify_all()
                 raise ConnectionError("the island has made another call, or has disconnected")
-
-    def _withdraw(self, call: _Call, part: Part) -> None:
-        """Remove the part of a rank that no longer waits for an answer, unless the rank has sent it again."""
-        if part.place in call.parts and call.parts[part.place][0] is part:
-            del call.parts[part.place]
-        if not call.parts and self._calls.get(part.number) is call:
-            del self._calls[part.number]
 
     def _report_change(self, number: int, change: Change) -> None:
         weight, why = change.records.islands[number].weight, f" ({change.reason})" if change.reason else ""

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_compress.local_sgd.coordinator.membership import different_terms
-from deepspeed_compress.local_sgd.framed_messages import as_bytes, read_bytes
+from deepspeed_compress.local_sgd.exchange import as_bytes, read_bytes
 from deepspeed_compress.local_sgd.parameter_server.messages import (
     Fresh,
     Layout,

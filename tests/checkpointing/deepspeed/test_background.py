@@ -20,14 +20,12 @@ from deepspeed.utils import zero_to_fp32
 
 import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError
-from deepspeed_compress.checkpointing import direct
 from deepspeed_compress.checkpointing.completeness import find_problems, list_paths
-from deepspeed_compress.checkpointing.deepspeed import background
+from deepspeed_compress.checkpointing.deepspeed import background, engine_files
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.checkpointing.deepspeed.engine_files import DirectFile
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
-from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.file_locks import hold
 from deepspeed_compress.tools.checkpoint import convert_to_universal
 from tests.support.forks import RankError, run_forks
@@ -227,33 +225,6 @@ def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
     assert second[1][-1] == (6, True)
 
 
-def run_out_of_memory(rank: int, directory: str) -> list:
-    one = job(1)
-    batches, engine = data(rank, one), start(one)
-    if rank:
-        engine.compression.saving._queues[0]._free = [Full(), Full()]
-    with caught_warnings() as texts:
-        run(engine, batches[:2])
-        engine.save_checkpoint(directory)
-        run(engine, batches[2:])
-        engine.compression.saving.wait()
-    engine.destroy()
-    return texts
-
-
-class Full(Memory):
-    """Memory of a host without any space left."""
-
-    def reserve(self, size: int) -> None:
-        raise OSError("no space left")
-
-
-def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
-    for warned in run_forks(2, run_out_of_memory, str(tmp_path)):
-        assert any("rank 1: OSError: no space left" in text for text in warned)
-    assert not (tmp_path / "latest").exists()
-
-
 def every(rank: int, directory: str, interval: object, pause: float) -> list:
     """Take at least twelve steps, and as many as it takes to begin four checkpoints."""
     one = job(2, steps=12, every=interval, directory=directory, keep=2)
@@ -406,7 +377,7 @@ def export(rank: int, directory: str) -> list:
     one = job(1, max_rate="1 kB/s")
     engine = start(one)
     run(engine, data(rank, one)[:2])
-    with patch.object(direct, "DirectFile", wraps=DirectFile) as opened:
+    with patch.object(engine_files, "DirectFile", wraps=DirectFile) as opened:
         engine.save_16bit_model(directory, "model.bin")
     rates = [call.args[1] for call in opened.call_args_list]
     deepspeed_compress.detach(engine)
@@ -483,21 +454,6 @@ def test_a_second_engine_that_saves_in_the_same_directory_is_noticed(tmp_path):
         assert 3 in steps
 
 
-def save_a_late_class(rank: int, directory: str) -> list[str]:
-    """Return the warnings about a checkpoint with an object that the writer process does not know."""
-    engine = start(job(1))
-    globals()["Late"] = type("Late", (), {"__module__": __name__})
-    with caught_warnings() as texts:
-        engine.save_checkpoint(directory, client_state={"late": globals()["Late"]()})
-        engine.compression.saving.wait()
-    return texts
-
-
-def test_a_class_that_is_newer_than_the_engine_is_named(tmp_path):
-    for texts in run_forks(2, save_a_late_class, str(tmp_path)):
-        assert any("test_background.Late became known after the engine was made" in text for text in texts)
-
-
 INTERVAL, STEPS = 3, 24
 
 
@@ -565,27 +521,6 @@ def test_all_ranks_begin_anew_or_none(tmp_path):
     assert run_forks(2, begin_while_one_is_published, str(tmp_path)) == [None, None]
 
 
-def save_late(rank: int, directory: str) -> list[str]:
-    """Return the problems of a checkpoint in a directory that a later start has claimed."""
-    engine = start(job())
-    run(engine, data(rank, job())[:1])
-    claim = CheckpointDirectory(Path(directory, "global_step1"), "0" * 32)
-    if rank == 0:
-        claim.path.mkdir(parents=True)
-        claim.claim()
-    engine.save_checkpoint(directory)
-    engine.compression.saving.wait()
-    with suppress(StateError):
-        claim.check()
-        return ["the former start may write"]
-    engine.destroy()
-    return list(find_problems(claim.path))
-
-
-def test_a_new_start_takes_over_the_tag_of_a_former_one(tmp_path):
-    assert run_forks(2, save_late, str(tmp_path)) == [[], []]
-
-
 def leave(rank: int, directory: str, blocked: bool) -> tuple[str, list[str]]:
     """Return the output and the warnings of a rank that SIGTERM ends after its second step."""
     one, shown = job(1, directory=directory, save_on_sigterm=True), io.StringIO()
@@ -640,25 +575,6 @@ def test_a_tag_that_other_ranks_and_other_settings_have_saved_is_saved_again(tmp
         assert all(path.startswith(str(tmp_path / "last")) for path in found)
 
 
-def go_elsewhere(rank: int, directory: str) -> list[str]:
-    os.chdir(Path(directory, "first"))
-    engine, batches = start(job(every=2, directory="own", keep=1)), data(rank, job())
-    os.chdir(Path(directory, "second"))
-    run(engine, batches[:2])
-    engine.save_checkpoint("asked for")
-    engine.compression.saving.wait()
-    engine.destroy()
-    return [str(found.relative_to(directory)) for found in sorted(Path(directory).rglob("latest"))]
-
-
-def test_relative_directories_are_those_of_the_program(tmp_path):
-    """The directory in the section is relative to the directory in which the engine was made."""
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    expected = ["first/own/latest", "second/asked for/latest"]
-    assert run_forks(2, go_elsewhere, str(tmp_path)) == [expected, expected]
-
-
 def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:
     """Train with `load_universal`; return the steps before and after, and whether the setting is unchanged."""
     one = job(1, directory=directory, every=1, resume=True)
@@ -696,3 +612,25 @@ def test_a_missing_universal_checkpoint_is_an_error_on_all_ranks(tmp_path):
     with pytest.raises(RankError, match=r"gone, which .*latest_universal names, has no mp_rank") as error:
         run_forks(2, resume_universal, str(tmp_path), 1)
     assert str(error.value).count("StateError: ") >= 2
+
+
+def lose_what_latest_names(rank: int, directory: str) -> tuple:
+    engine, batches = start(job()), data(rank, job())
+    for tag in (0, 1):
+        run(engine, batches[tag : tag + 1])
+        engine.save_checkpoint(directory, tag=tag)
+    assert engine.load_checkpoint(directory, tag=1)[0] is not None
+    dist.barrier()
+    if not rank:
+        shutil.rmtree(Path(directory, "1"))
+    dist.barrier()
+    with caught_warnings() as texts:
+        path = engine.load_checkpoint(directory)[0]
+    return Path(path).parent.name, [text for text in texts if "1 is missing" in text]
+
+
+def test_a_removed_checkpoint_causes_a_warning_and_the_previous_one_is_loaded(tmp_path):
+    """The tags are numbers, which DeepSpeed accepts."""
+    for tag, warned in run_forks(2, lose_what_latest_names, str(tmp_path)):
+        assert tag == "0"
+        assert len(warned) == 1

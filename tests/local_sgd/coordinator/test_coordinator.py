@@ -68,13 +68,6 @@ def test_a_busy_island_is_awaited_once() -> None:
     assert world.partners("c") == [0, 1, 2]
 
 
-def test_a_disconnected_island_is_not_awaited() -> None:
-    world = begun("a", "b", "c")
-    world.arrive("a", "b")
-    world.lose("c")
-    assert world.partners("a") == [0, 1]
-
-
 def test_an_island_that_is_silent_for_the_timeout_is_lost() -> None:
     world = begun("a", "b", "c")
     world.wait(TIMEOUT + 1, "a", "b")
@@ -308,12 +301,6 @@ def test_a_process_can_be_only_one_island() -> None:
     world.lose("a")
     world.join("c", process="host:1")
     assert world.last("c", "welcome")
-
-
-def test_an_island_of_another_run_is_refused() -> None:
-    world = CoordinatorHarness()
-    world.join("a", run="other", number=3, version=4)
-    assert "the island belongs to run other" in world.last("a", "refused")["why"]
 
 
 def test_after_void_rounds_each_island_is_excluded_in_turn() -> None:

@@ -56,36 +56,6 @@ def test_an_outdated_island_does_not_continue_while_the_newest_ones_are_cut_off(
     assert world.last("a", "round")["base"] == 7
 
 
-def test_islands_that_left_are_not_awaited() -> None:
-    world = trained("a", "b")
-    world.say("a", "leave")
-    world.say("b", "leave")
-    world.begin("c")
-    assert world.last("c", "anchor")["sources"] == []
-    world.arrive("c")
-    assert world.partners("c") == [2]
-
-
-def test_islands_with_the_newest_anchor_do_not_wait_for_a_dead_one() -> None:
-    world = trained("a", "b")
-    world.lose("a")
-    world.arrive("b")
-    assert world.partners("b") == [1]
-    world.vote("b")
-    world.begin("c")
-    assert world.last("c", "anchor")["sources"] == [["b:2"]]
-
-
-def test_an_island_that_died_long_ago_does_not_replace_those_that_continued() -> None:
-    world = trained("a", "b")
-    world.lose("a")
-    world.wait(PATIENCE + 0.5, "b")
-    world.exchange("b")
-    world.say("b", "leave")
-    world.begin("c")
-    assert world.last("c", "anchor")["sources"] == []
-
-
 @pytest.mark.parametrize("minimum", [1, 2])
 def test_islands_that_died_before_any_exchange_are_awaited_for_their_patience(minimum: int) -> None:
     world = begun(*"ab"[:minimum], minimum=minimum)

@@ -34,21 +34,6 @@ def test_a_malformed_message_closes_only_its_connection(message: dict) -> None:
         client.leave()
 
 
-def test_a_connection_serves_only_one_island() -> None:
-    with coordinator() as address, connect(address, COORDINATOR, Credentials.find()) as there:
-        there.send(JOIN)
-        assert there.receive(60)["kind"] == "welcome"
-        there.send({**JOIN, "name": "y"})
-        with pytest.raises(ConnectionError):
-            there.receive(60)
-        until(lambda: status(address)["islands"] == [])
-
-
-def test_an_address_serves_only_one_server() -> None:
-    with coordinator() as address, pytest.raises(OSError, match="in use"):
-        island_server(None, "127.0.0.1", int(address.rpartition(":")[2]))
-
-
 def test_leave_returns_after_the_coordinator_has_removed_the_island() -> None:
     with coordinator() as address:
         client = CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"])

@@ -177,6 +177,35 @@ def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
         assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed
 
 
+def refused(rank: int, job: Job) -> str:
+    try:
+        start(job)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_tied_weights_with_second_moments_are_refused() -> None:
+    """On all stages. Without ties, second moments are exchanged."""
+    for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
+        assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
+
+
+def checked(rank: int, has_moments: bool) -> str:
+    deepspeed.init_distributed("gloo")
+    try:
+        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()), has_moments)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_tied_weights_with_tensor_parallelism_are_refused() -> None:
+    """On all ranks, also on those that hold no copy."""
+    for text in run_forks(4, checked, False):
+        assert text.startswith("/deepspeed_compress/islands/elastic: embedding is tied between pipeline stages")
+
+
 def asynchronous(rank: int, job: Job, ports: list[int]) -> tuple[int, list[float], list[float]]:
     """Return the number of an asynchronous island, its anchor, and its tied weights after a last pull."""
     become_island(rank, STAGES, ports)
@@ -205,45 +234,3 @@ def test_asynchronous_islands(exchange: Mapping[str, Any]) -> None:
     assert newest == anchors or exchange != {"method": "none"}
     for one, other in ((islands[0], islands[1]), (islands[2], islands[3])):
         assert one[2] == other[2]
-
-
-def refused(rank: int, job: Job) -> str:
-    try:
-        start(job)
-    except UnsupportedError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_tied_weights_with_second_moments_are_refused() -> None:
-    """On all stages. Without ties, second moments are exchanged."""
-    for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
-        assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
-
-
-def refused_topology(rank: int, job: Job) -> str:
-    deepspeed.init_distributed("gloo")
-    model = make_pipeline(topology=ProcessTopology(["model", "pipe", "data"], [2, STAGES, 1]))
-    with pytest.raises(UnsupportedError) as error:
-        make_engine(model, job.config())
-    return str(error.value)
-
-
-def test_ranks_that_share_layers_must_be_consecutive() -> None:
-    for text in run_apart(1, refused_topology, Job(1), size=2 * STAGES, minimum=1):
-        assert "the axes of the pipeline's topology are ['model', 'pipe', 'data']" in text
-
-
-def checked(rank: int, has_moments: bool) -> str:
-    deepspeed.init_distributed("gloo")
-    try:
-        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()), has_moments)
-    except UnsupportedError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_tied_weights_with_tensor_parallelism_are_refused() -> None:
-    """On all ranks, also on those that hold no copy."""
-    for text in run_forks(4, checked, False):
-        assert text.startswith("/deepspeed_compress/islands/elastic: embedding is tied between pipeline stages")

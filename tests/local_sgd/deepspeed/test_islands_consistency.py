@@ -158,6 +158,9 @@ def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, 
     assert all(one == first for one in others)
 
 
+COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
+
+
 def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
     """Return whether the weights are finite after every step, and the warnings."""
     engine, seen = start(job), []
@@ -166,25 +169,6 @@ def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
             run(engine, [batch])
             seen.append(all(torch.tensor(values).isfinite().all() for values in weights(engine).values()))
     return seen, texts
-
-
-@SAMPLED
-@pytest.mark.parametrize("moments", [None, {}])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage: int, moments: Any) -> None:
-    shared = section(size=2, sync_every=3, second_moments=moments)
-    ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra=UNCLIPPED))
-    for seen, texts in ranks[:2]:
-        assert all(seen)
-        assert not texts
-    for seen, texts in ranks[2:]:
-        assert all(seen[2:])
-        assert all(seen) or any("this island has diverged" in text for text in texts)
-    # Without ZeRO, DeepSpeed applies the step.
-    assert all(ranks[2][0]) == (stage > 0)
-
-
-COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
 
 
 @SAMPLED
@@ -309,35 +293,6 @@ def test_only_non_finite_elements_are_cleared(dtype: torch.dtype) -> None:
     values = torch.tensor([1.0, torch.nan, -2.0]).to(dtype)
     clear_non_finite(values)
     assert values.float().tolist() == [1.0, 0.0, -2.0]
-
-
-class Frozen(torch.nn.Module):
-    """Return a network with additional untrained weights of `dtype`, as in a quantized base model."""
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
-        self.inner = network()
-        self.register_parameter("frozen", torch.nn.Parameter(of_bytes(dtype, 33, seed), requires_grad=False))
-        self.register_parameter("empty", torch.nn.Parameter(of_bytes(dtype, 0), requires_grad=False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
-    job = Job(1, section=section(size=1))
-    deepspeed.init_distributed("gloo")
-    model = Frozen(dtype, seed=rank)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine = make_engine(model, job.config(), trained)
-    return engine.module.frozen.detach().contiguous().view(torch.uint8).tolist()
-
-
-@SAMPLED
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64, torch.complex64])
-def test_frozen_weights_of_any_dtype_are_copied_from_the_first_island(dtype: torch.dtype) -> None:
-    expected = of_bytes(dtype, 33, seed=0).view(torch.uint8).tolist()
-    assert run_forks(2, with_frozen, dtype) == [expected, expected]
 
 
 def own_and_not(rank: int, mine: Job, shared: Job, directory: str) -> list[float]:
