@@ -28,6 +28,8 @@ VersionedAnchor = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """Version, metadata, and flat fp32 tensors on the host by name."""
 CONNECTIONS = 16
 """Maximum number of open connections. An island that gets none takes the anchor of another one, or tries again."""
+_PAUSE = 0.2
+"""Seconds between attempts to get an anchor."""
 SLOWEST = 10.0
 """Minimum time limit, in seconds, for a part of an anchor (256 KiB) to be received."""
 
@@ -218,6 +220,8 @@ class SharedAnchor:
                 return fetch_anchor(addresses[place], sources.version, timeout, sizes, self.run)
             except OSError as error:
                 self._failure = str(error) or type(error).__name__
+        # They may have no room for another connection.
+        time.sleep(_PAUSE)
         return None
 
     def check_deadline(self, deadline: float, sources: AnchorSources) -> None:

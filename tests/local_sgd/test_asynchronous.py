@@ -1,5 +1,6 @@
 """Asynchronous islands of one rank as threads, with a real parameter server that may be killed."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,11 @@ from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExcha
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.exchange import move_anchor
 from deepspeed_compress.local_sgd.parameter_server import server as server_module
-from deepspeed_compress.local_sgd.parameter_server.client import PushClient
+from deepspeed_compress.local_sgd.parameter_server.client import KEPT, PushClient
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
-from deepspeed_compress.local_sgd.parameter_server.server import Server
+from deepspeed_compress.local_sgd.parameter_server.server import Server, Service
+from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
+from deepspeed_compress.local_sgd.parameter_server.store import tensors_of
 from deepspeed_compress.local_sgd.strategy import ExchangeResult, IslandRanks
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.transport.client import connect
@@ -261,23 +264,68 @@ def test_a_dead_island_does_not_delay_the_others(server: Server) -> None:
     assert torch.equal(late.weights.values, server.service.store.places[0].anchor)
 
 
-@pytest.mark.parametrize("exchange", [EXACT, INT4])
-def test_islands_continue_from_the_last_snapshot_after_a_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: dict[str, Any]
-) -> None:
+def crashed(state: Path, server: Server) -> Path:
+    """Return a copy of the state as it is on disk, from which a server continues that was killed now."""
+    copy = state.with_name("crashed")
+    copy.write_bytes(state.read_bytes())
+    assert server.service._saved is not server.service.store.records, "there are calls to lose"
+    return copy
+
+
+@pytest.fixture
+def rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save calls only at the end of a server."""
     monkeypatch.setattr(server_module, "SAVE_INTERVAL", 1e9)
-    with parameter_server(tmp_path / "state") as server:
-        islands = [Island(section(server.port, exchange=exchange), goal) for goal in (0.0, 1.0)]
-        for island in islands * 2:
+
+
+@pytest.mark.usefixtures("rarely")
+@pytest.mark.parametrize("exchange", [EXACT, INT4])
+def test_pushes_after_the_last_snapshot_are_sent_again_after_a_crash(tmp_path: Path, exchange: dict[str, Any]) -> None:
+    """The server then has the bits of one that did not crash."""
+    keys, state = {"exchange": exchange, "outer": {"optimizer": "nesterov"}}, tmp_path / "state"
+    with parameter_server(state) as server:
+        island = Island(section(server.port, **keys), goal=1.0)
+        for _ in range(2):
             island.step()
-        (tmp_path / "crashed").write_bytes((tmp_path / "state").read_bytes())
-    with parameter_server(tmp_path / "crashed", server.port) as again:
+        copy = crashed(state, server)
+    assert [head["kind"] for head, _ in island.client._kept] == ["push", "push"]
+    with parameter_server(copy, server.port) as again:
         assert again.service.store.records.pushes == 0
+        assert island.step().kind == "exchange"
+        assert again.service.store.records.pushes == 3
+        # The server's record of what the island holds has no part in answers that the island did not read.
+        assert torch.equal(island.weights.values, again.service.store.places[0].anchor)
+        with contextlib.closing(Service(Snapshot(state), print)) as undisturbed, transport(again) as caller:
+            head, body = island.client._kept[-1]
+            assert undisturbed.handle(head, body, caller)[0]["kind"] == "taken"
+            bits = zip(*(tensors_of(one.store.places).values() for one in (undisturbed, again.service)), strict=True)
+            assert all(torch.equal(a, b) for a, b in bits)
+
+
+@pytest.mark.usefixtures("rarely")
+def test_islands_continue_after_a_crash_with_the_pushes_that_they_keep(tmp_path: Path) -> None:
+    """An island keeps four calls. What is older is lost, and the island takes the anchor without it."""
+    with parameter_server(tmp_path / "state") as server:
+        islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
+        for _ in range(6):
+            islands[0].step()
+        islands[1].step()
+        copy = crashed(tmp_path / "state", server)
+    with parameter_server(copy, server.port) as again:
         for island in islands:
-            # What an island has done before its first snapshot is lost, too.
-            assert island.step().kind in ("exchange", "renewed")
+            assert island.step().kind == "exchange"
             assert torch.equal(island.weights.values, again.service.store.places[0].anchor)
-        assert [island.step().kind for island in islands] == ["exchange"] * 2
+        assert again.service.store.records.pushes == (KEPT + 1) + 2
+
+
+def test_a_saved_call_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr(server_module, "SAVE_SHARE", 1e9)
+    with parameter_server(tmp_path / "state") as server:
+        island = Island(section(server.port), goal=1.0)
+        for _ in range(3):
+            island.step()
+            assert island.client._kept == []
 
 
 def test_training_continues_while_the_server_is_down(tmp_path: Path) -> None:

@@ -237,19 +237,23 @@ def test_a_full_disk_stops_no_island(
     service = Service(Snapshot(directory / "state"), reports.append)
     rank = Rank(service, terms())
     rank.seed(moved(0))
-    saved = (directory / "state").read_bytes()
+    saved, held = (directory / "state").read_bytes(), service._saved
     monkeypatch.setattr("deepspeed_compress.local_sgd.parameter_server.server.SAVE_INTERVAL", 0.0)
     service._next_save = 0.0
     with monkeypatch.context() as full:
         full.setattr(replaced, failing)
         for seed in range(8):
-            assert rank.push(moved(seed))[0]["kind"] == "taken"
+            assert rank.push(moved(seed))[0]["saved"] == held.islands[0].call
         with pytest.raises(OSError, match=r"no space|Too many"):
             Rank(service, terms())
         assert not list(directory.glob("*.tmp"))
         assert (directory / "state").read_bytes() == saved
-    assert [one.partition(" (")[0] for one in reports if "cannot" in one] == ["the state cannot be written"]
+    assert [one.partition(" (")[0] for one in reports if "cannot" in one] == [
+        "islands keep their calls, because the state cannot be written"
+    ]
     assert list(service.store.records.islands) == [0], "an island that could not be saved has not entered"
+    service._next_save = 0.0
+    assert rank.push(moved(9))[0]["saved"] == rank.calls
     with restarted(_copied(service, directory)) as again:
         assert same(state(service), state(again))
     service.close()

@@ -29,6 +29,7 @@ would otherwise continue with the islands that reach it.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -185,12 +186,16 @@ class Coordinator:
 def hold_state(path: Path) -> TextIO:
     """Lock the state file `path` of a server until the returned lock file is closed. Its directory is created.
 
+    Removes what servers that were killed have left of the file.
+
     Raises:
         ConfigError: if another process holds it.
     """
     file = hold(path.parent, f"{path.name}.lock")
     if file is None:
         raise ConfigError(f"--state {path}: another coordinator uses this file; stop it, or give another file")
+    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+        left.unlink(missing_ok=True)
     return file
 
 

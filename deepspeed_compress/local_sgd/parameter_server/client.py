@@ -21,13 +21,16 @@ LEAVE_TIMEOUT = 1.0
 """Longest time in seconds that the end of a rank waits for the server."""
 LEAST_CONNECT_TIMEOUT = 5.0
 """Least timeout in seconds for connecting: short timeouts are meant for established connections."""
+KEPT = 4
+"""Most answered calls that a rank keeps until the server has saved them."""
 _KEY = "/deepspeed_compress/islands/elastic/rendezvous"
 
 
 class PushClient:
     """Client of the server at `address` ("host:port"): one call at a time, over a persistent connection.
 
-    A call is repeated if its connection is lost; the server carries it out once.
+    A call is repeated if its connection is lost; the server carries it out once. Answered calls are kept until the
+    server has saved them, and sent again if it has lost them in a crash.
 
     Args:
         address: "host:port" of the server.
@@ -43,6 +46,8 @@ class PushClient:
         self._credentials = Credentials.find()
         self._connection: Connection | None = None
         self._calling = threading.Lock()
+        self._kept: list[tuple[Head, Buffer]] = []
+        """Answered calls that the server has not saved yet, from the oldest to the newest."""
         self._has_answered = False
         self._closed = False
 
@@ -60,6 +65,19 @@ class PushClient:
             ConfigError: if the server refuses the call, or the connection cannot be made with this configuration.
             IslandError: if there is no answer for `give_up` seconds.
         """
+        self._kept = [one for one in self._kept if one[0]["token"] == head.get("token")]
+        more = {"oldest": self._kept[0][0]["call"]} if self._kept and "call" in head else {}
+        while (answer := self._repeat({**head, **more}, body))[0]["kind"] == "again":
+            for earlier, content in self._kept:
+                if earlier["call"] >= answer[0]["call"]:
+                    self._repeat({**earlier, "is_again": True}, content)
+        if "call" in head:
+            unsaved = [one for one in (*self._kept, (head, body)) if one[0]["call"] > answer[0]["saved"]]
+            self._kept = unsaved[-KEPT:]
+        return answer
+
+    def _repeat(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
+        """Make one call until it is answered. Raises as `ask` does."""
         deadline = time.monotonic() + self._give_up
         while (answer := self._try_once(head, body, deadline)) is None:
             time.sleep(PAUSE)

@@ -2,8 +2,8 @@
 
 An island sends `enter` (a new island), `resume` (from a checkpoint), and `leave`. Each of its ranks sends its part of
 `fresh` (request the whole anchor), `seed` (weights that have not been trained yet) and `push`. The server answers
-`welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and
-`refused`. Calls are numbered by their island, so they may be sent twice.
+`welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped`,
+`again` (it has lost calls in a crash) and `refused`. Calls are numbered by their island, so they may be sent twice.
 """
 
 import math
@@ -91,12 +91,16 @@ class Part(FromIsland):
         place: Rank within the island.
         call: Number of the call, counted by the island from 1.
         step: Step of the island's learning-rate schedule.
+        oldest: Oldest call that the rank can send again; 0 for none.
+        is_again: True if the call was answered before a crash of the server, and its answer is not read.
     """
 
     run: Address
     place: Number
     call: Number
     step: Number = 0
+    oldest: Number = 0
+    is_again: bool = False
 
     @property
     def common(self) -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """Parameter server at a port: it assembles calls from the parts of ranks, carries them out, and answers.
 
 The state is on disk before an island is told that it entered or resumed. Other calls are answered at once and saved
-now and then. After a crash, the server continues from the last snapshot, and what it has answered since is lost.
+later: each answer says which calls are saved, and an island keeps the others. After a crash, the server answers the
+next call of an island by `again` and the number of the first call that it misses.
 """
 
 import hmac
@@ -74,7 +75,7 @@ class Service:
         self._file, self._report, self._notices = file, report, RateLimitedLog(report)
         found = None if file is None else file.read()
         self.store = Store(Records(run=uuid.uuid4().hex[:12])) if found is None else found
-        self._next_save = 0.0
+        self._saved, self._next_save = self.store.records, 0.0
         self._change = threading.Condition()
         self._calls: dict[int, _Call] = {}
         self._connected: dict[int, Connection] = {}
@@ -145,16 +146,17 @@ class Service:
         try:
             self._save(self.store.records, self.store.places)
         except OSError as error:
-            self._notices(f"the state cannot be written ({error})")
+            self._notices(f"islands keep their calls, because the state cannot be written ({error})")
 
     def _save(self, records: Records, places: Sequence[Place]) -> None:
         begun = time.monotonic()
         try:
             if self._file is not None:
                 self._file.write(records, tensors_of(places))
+            self._saved = records
         finally:
             now = time.monotonic()
-            self._next_save = now + max(SAVE_INTERVAL, (now - begun) / SAVE_SHARE)
+            self._next_save = now + max(SAVE_INTERVAL, (now - begun) / SAVE_SHARE) if self._file is not None else now
 
     # Messages.
 
@@ -228,9 +230,21 @@ class Service:
         if part.run != run:
             raise ValueError(f"the server holds run {run}, and the island belongs to run {part.run}")
         self._check_holder(part)
+        missing = max(self.store.records.islands[part.number].call + 1, part.oldest)
+        if part.oldest and missing < part.call:
+            return {"kind": "again", "call": missing}, b""
         self.store.check(part, len(body))
         if part.place == 0:
             self._connected[part.number] = caller
+        answer, payload = self._answer_part(part, body, caller)
+        if part.is_again:
+            # The island does not read it, so it must not count as what the island holds.
+            self.store.forget(part.number)
+            payload = b""
+        saved = self._saved.islands.get(part.number)
+        return {**answer, "saved": 0 if saved is None else saved.call}, payload
+
+    def _answer_part(self, part: Part, body: Buffer, caller: Connection) -> Answer:
         call = self._calls.get(part.number)
         if call is None or call.first.call != part.call:
             if self.store.records.islands[part.number].call >= part.call:
@@ -265,6 +279,7 @@ class Service:
             call.answers = {part.place: _refused(f"{error}") for part in parts}
             return
         self.store.commit(change)
+        # Islands do not keep a seed for long, because it is as large as the model.
         if isinstance(call.first, Seed) or time.monotonic() >= self._next_save:
             self._save_calls()
         call.answers = {

@@ -1,6 +1,7 @@
 """Persistent state of a parameter server: a safetensors file with its tensors and records.
 
-The file is replaced as a whole, when an island enters or resumes, now and then after other calls, and at the end.
+The file is replaced as a whole, when an island enters or resumes, now and then after other calls, and at the end. After
+a crash the server continues from it, and asks islands for the calls that it had answered since.
 """
 
 import json
