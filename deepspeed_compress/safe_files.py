@@ -58,6 +58,15 @@ def replacing(file: Path, scratch: Path, private: bool = False) -> Iterator[Bina
         raise
 
 
+def sync_directory(directory: Path) -> None:
+    """Make the names of files in `directory` survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def temporary(file: Path) -> Path:
     """Return a name that is unique to this thread, since others, also of an earlier run, may still write the file."""
     return file.with_name(f"{file.name}.{threading.get_native_id()}.tmp")
@@ -147,15 +156,15 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def hold(directory: Path) -> TextIO | None:
-    """Lock `directory`, which is created if needed, until the returned file is closed.
+def hold(directory: Path, name: str = LOCK) -> TextIO | None:
+    """Lock the file `name` in `directory`, which is created if needed, until the returned file is closed.
 
     Returns None if another process holds the lock. The locks are POSIX locks, which belong to the process: a forked
-    child that outlives it does not hold them, and the same process may lock a directory twice, until it closes one of
+    child that outlives it does not hold them, and the same process may lock a file twice, until it closes one of
     the files. On a file system without locks, no process is excluded.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    file = open(directory / LOCK, "w", opener=open_own)  # noqa: SIM115  (held by the caller)
+    file = open(directory / name, "w", opener=open_own)  # noqa: SIM115  (held by the caller)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

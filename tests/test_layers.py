@@ -77,21 +77,19 @@ TABLE = {
     "collectives.reduction": allow("collectives compression config", "torch"),
     "collectives.weight_reduction": allow("collectives compression config errors", "torch"),
     "transport": allow("errors"),
-    "transport.frames": allow("transport.errors", "pydantic_core"),
+    "transport.connection": allow("transport.channel transport.errors", "pydantic_core"),
     "transport.messages": allow("transport", "pydantic"),
     "launcher": allow(),
     "launcher.host": allow("launcher transport"),
     "launcher.host_resources": allow("safe_files launcher.heartbeat"),
     "launcher.messages": allow("transport.messages", "pydantic"),
-    "launcher.placement": allow("config"),
-    "launcher.job_state": allow("launcher.heartbeat launcher.placement"),
+    "launcher.placement": allow("config launcher.heartbeat"),
     "launcher.heartbeat": allow("safe_files"),
     "launcher.workers": allow(),
     "checkpointing": allow("errors launcher.heartbeat safe_files", "torch"),
     "checkpointing.memory_copies": allow("checkpointing errors safe_files transport", "pydantic"),
-    "checkpointing.catalog": allow("checkpointing.completeness errors"),
     "checkpointing.completeness": allow("errors safe_files"),
-    "checkpointing.directory": allow("checkpointing.catalog checkpointing.completeness errors safe_files"),
+    "checkpointing.directory": allow("checkpointing.completeness errors safe_files"),
     "monitor": allow("config errors safe_files", "torch"),
     "policy": allow("config errors monitor"),
     "model_families": allow("errors safe_files"),
@@ -129,17 +127,16 @@ TABLE = {
         "checkpointing collectives.objects session.state_files errors safe_files", "torch"
     ),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
-    "local_sgd.anchors": allow("transport", "pydantic torch"),
-    "local_sgd.island_ranks": allow("collectives.objects errors", "torch"),
+    "local_sgd.anchors": allow("local_sgd errors transport", "torch"),
     "local_sgd.moments": allow("", "torch"),
-    "local_sgd.elastic_exchange": allow("local_sgd errors", "torch"),
+    "local_sgd.elastic_exchange": allow("local_sgd config errors transport.client", "torch"),
     "local_sgd.coordinator": allow("errors safe_files transport", "pydantic"),
     "local_sgd.parameter_server": allow(
-        "local_sgd collectives compression config errors monitor transport", "pydantic torch safetensors"
+        "local_sgd collectives compression config errors monitor safe_files transport", "pydantic torch safetensors"
     ),
     "local_sgd.deepspeed": allow(
-        "backends.deepspeed checkpointing.catalog checkpointing.deepspeed checkpointing.directory collectives "
-        "compression config errors local_sgd monitor safe_files session transport.client",
+        "backends.deepspeed checkpointing.completeness checkpointing.deepspeed checkpointing.directory collectives "
+        "compression config errors local_sgd monitor safe_files session",
         "torch deepspeed",
     ),
     "backends": allow(
@@ -186,7 +183,7 @@ TABLE = {
     "integrations.accelerate": allow("config errors integrations.patching integrations.sections", "accelerate"),
     "integrations.sections": allow("config errors"),
     "integrations.lightning": allow(
-        "checkpointing.catalog config errors integrations.patching integrations.sections", lazily="session"
+        "checkpointing.completeness config errors integrations.patching integrations.sections", lazily="session"
     ),
     "integrations.hf": allow(
         "config errors integrations.install integrations.patching integrations.sections integrations.trainer_callback "
@@ -194,7 +191,7 @@ TABLE = {
         "deepspeed transformers",
     ),
     "integrations.trainer_callback": allow(
-        "checkpointing.catalog checkpointing.directory config errors local_sgd.deepspeed.elastic monitor session",
+        "checkpointing.completeness checkpointing.directory config errors local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed torch transformers",
     ),
     "integrations.trl": allow("errors rollout.vllm session.patches", "trl"),
@@ -208,9 +205,8 @@ TABLE = {
     "tools.arguments": allow("tools.bench.links", lazily="config"),
     "tools.check": allow("config tools.tables"),
     "tools.checkpoint": allow(
-        "checkpointing.catalog checkpointing.completeness checkpointing.directory config errors safe_files "
-        "tools.outputs tools.tables",
-        lazily="deepspeed rich torch",
+        "checkpointing.completeness checkpointing.directory config errors safe_files tools.outputs tools.tables",
+        lazily="checkpointing.deepspeed.resharding deepspeed rich torch",
     ),
     "tools.options": allow("tools.arguments tools.bench.options"),
     "tools.outputs": allow("diagnostics"),

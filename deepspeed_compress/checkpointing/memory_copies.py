@@ -4,13 +4,13 @@ Connections use `transport`, with a secret that only the ranks of the job know. 
 (`FileList`), which has the digests of its files, and the files themselves. Every file must match its digest. The rank's
 list is written last, so its presence means that the files are complete.
 
-When a rank ends, it waits for copies in progress as long as they advance, but not for a silent peer.
+When a rank ends, it waits for copies in progress, but not for long.
 """
 
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +25,11 @@ from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.safe_files import open_regular, replacing, temporary
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials, Secret, find_tls
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.limits import LARGE_HEAD, Bounds, Limits
 from deepspeed_compress.transport.messages import Fields, Messages
-from deepspeed_compress.transport.server import Server
+from deepspeed_compress.transport.server import Bounds, Server
 
 COPIES = "copies"
 """Name of the service."""
@@ -43,12 +42,8 @@ _MOST = 1 << 50
 """Maximum number of bytes of the files of a rank."""
 _CONNECTIONS = 256
 """Maximum number of connections: enough for all ranks of the sending host."""
-DRAIN = 30.0
-"""Maximum number of seconds for which shutdown waits for advancing copies."""
-STILL = 2.0
-"""Number of seconds without progress after which a copy is considered stalled."""
-LOOK = 0.1
-"""Number of seconds between checks of the copies."""
+DRAIN = 10.0
+"""Maximum number of seconds for which shutdown waits for copies."""
 
 
 class _Copy(Fields):
@@ -76,16 +71,8 @@ class Destination:
     max_rate: float | None = None
 
 
-def send_copies(
-    place: Path, listed: FileList, destination: Destination, moves: Callable[[], None] = lambda: None
-) -> None:
-    """Send the files of `listed` to `destination`.
-
-    Args:
-        place: tag directory of the files.
-        listed: list of the files.
-        destination: the receiving process.
-        moves: called whenever a part was sent.
+def send_copies(place: Path, listed: FileList, destination: Destination) -> None:
+    """Send the files of `listed` in the tag directory `place` to `destination`.
 
     Raises:
         OSError: the connection fails.
@@ -95,7 +82,7 @@ def send_copies(
     try:
         credentials, limits = _credentials(destination.key), Limits(patience=_PATIENCE)
         with connect(f"{host}:{destination.port}", COPIES, credentials, limits=limits) as connection:
-            answer = _sent(connection, place, listed, _paced(place, listed, destination.max_rate, moves))
+            answer = _sent(connection, place, listed, _paced(place, listed, destination.max_rate))
     except AuthenticationError as error:
         raise StateError(f"host {destination.address} receives the copies of another job") from error
     if answer.get("kind") != "taken":
@@ -114,7 +101,7 @@ def _sent(connection: Connection, place: Path, listed: FileList, pieces: Iterato
     return answer
 
 
-def _paced(place: Path, listed: FileList, rate: float | None, moves: Callable[[], None]) -> Iterator[bytes]:
+def _paced(place: Path, listed: FileList, rate: float | None) -> Iterator[bytes]:
     """Yield the content of the files at `rate` bytes per second."""
     begun, sent, chunk = time.monotonic(), 0, _CHUNK if rate is None else max(1, min(_CHUNK, int(rate)))
     for name in sorted(listed.files):
@@ -122,7 +109,6 @@ def _paced(place: Path, listed: FileList, rate: float | None, moves: Callable[[]
             while piece := stream.read(chunk):
                 yield piece
                 sent += len(piece)
-                moves()
                 if rate is not None:
                     time.sleep(max(0.0, begun + sent / rate - time.monotonic()))
 
@@ -134,7 +120,7 @@ def _credentials(key: bytes) -> Credentials:
 class Receiver:
     """Handle of this host's process that receives copies into `directory`, used by the rank that starts it.
 
-    The process ends after that rank has ended and copies in progress have arrived.
+    The process ends after that rank has ended and copies in progress have arrived, or have taken too long.
     """
 
     def __init__(self, directory: Path, key: bytes) -> None:
@@ -147,7 +133,7 @@ class Receiver:
         theirs.close()
 
     def close(self) -> None:
-        """End the process, after copies that are advancing have arrived."""
+        """End the process, after copies in progress have arrived."""
         # It may have been killed.
         with suppress(OSError):
             self._connection.send(None)
@@ -159,7 +145,7 @@ class _Taker:
     """The receiving process: serves connections until its rank ends."""
 
     def __init__(self, directory: Path, key: bytes) -> None:
-        self._directory, self._movement = directory, Movement()
+        self._directory = directory
         limits, bounds = Limits(head=LARGE_HEAD, patience=_PATIENCE), Bounds(_CONNECTIONS)
         self.server = Server(COPIES, self._serve, "", 0, _credentials(key), limits, bounds)
 
@@ -176,27 +162,18 @@ class _Taker:
             # The rank was killed.
             time.sleep(_GRACE)
         self.server.stop(DRAIN)
-        while True:
-            for connection in self._movement.still():
-                connection.end()
-            time.sleep(LOOK)
 
     def _serve(self, connection: Connection) -> None:
-        self._movement.begin(connection)
-        try:
-            head = connection.receive(_PATIENCE, _MOST)
-            if head is not None:
-                connection.send(self._answer(head, connection))
-        finally:
-            self._movement.end(connection)
+        head = connection.receive(_PATIENCE, _MOST)
+        if head is not None:
+            connection.send(self._answer(head, connection))
 
     def _answer(self, head: Mapping[str, Any], connection: Connection) -> dict[str, Any]:
-        self._movement.note(connection)
         try:
             self._take(head, connection)
         except (OSError, StateError, ValueError, KeyError, TypeError, AttributeError) as error:
             # The sender reads the answer only after it has sent everything.
-            for _ in self._chunks(connection, connection.left):
+            for _ in connection.pieces():
                 pass
             return {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
         return {"kind": "taken"}
@@ -207,7 +184,7 @@ class _Taker:
         place.mkdir(exist_ok=True)
         write_list(place, unfinished(listed))
         for name, (size, sha256) in sorted(listed.files.items()):
-            write_checked(self._chunks(connection, size), _inside(place, name), sha256)
+            write_checked(_chunks(connection, size), _inside(place, name), sha256)
         write_list(place, listed)
 
     def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
@@ -219,15 +196,15 @@ class _Taker:
             raise StateError(f"{head['tag']} is outside of {self._directory}")
         return _inside(self._directory, head["tag"]), listed
 
-    def _chunks(self, connection: Connection, size: int) -> Iterator[memoryview]:
-        """Yield the next `size` bytes of the body. The memory of a chunk is reused."""
-        memory = memoryview(bytearray(min(size, _CHUNK)))
-        while size:
-            chunk = memory[:size]
-            connection.read_into(chunk)
-            self._movement.note(connection)
-            size -= len(chunk)
-            yield chunk
+
+def _chunks(connection: Connection, size: int) -> Iterator[memoryview]:
+    """Yield the next `size` bytes of the body. The memory of a chunk is reused."""
+    memory = memoryview(bytearray(min(size, _CHUNK)))
+    while size:
+        chunk = memory[:size]
+        connection.read_into(chunk)
+        size -= len(chunk)
+        yield chunk
 
 
 def _inside(place: Path, name: str) -> Path:
@@ -251,36 +228,3 @@ def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str)
             target.write(chunk)
         if digest.hexdigest() != sha256:
             raise StateError(f"{file.name} was damaged in transit")
-
-
-class Movement:
-    """Times at which copies last advanced, by carrier, so that an end waits for them, but not for silent peers.
-
-    For use by several threads.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[object, float] = {}
-
-    def begin(self, carrier: object) -> None:
-        """Register a copy that has not started. It counts as stalled, so shutdown does not wait for it."""
-        self._last[carrier] = -STILL
-
-    def note(self, carrier: object) -> None:
-        """Record that a copy has advanced."""
-        self._last[carrier] = time.monotonic()
-
-    def end(self, carrier: object) -> None:
-        """Record that a copy has ended."""
-        self._last.pop(carrier, None)
-
-    def still(self) -> list[Any]:
-        """Return the carriers of stalled copies."""
-        now = time.monotonic()
-        return [one for one, last in list(self._last.items()) if now - last >= STILL]
-
-    def wait(self) -> None:
-        """Wait while any copy is advancing, at most `DRAIN` seconds."""
-        deadline = time.monotonic() + DRAIN
-        while len(self._last) > len(self.still()) and time.monotonic() < deadline:
-            time.sleep(LOOK)

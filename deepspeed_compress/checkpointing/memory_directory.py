@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from deepspeed_compress.checkpointing import completeness
-from deepspeed_compress.checkpointing.catalog import subdirectories
+from deepspeed_compress.checkpointing.completeness import subdirectories
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.launcher.heartbeat import MEMORY
 from deepspeed_compress.safe_files import read_text, write_text

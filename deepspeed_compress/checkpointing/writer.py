@@ -6,6 +6,7 @@ so others notice when the rank dies, and it then continues to write.
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 
 from deepspeed_compress.checkpointing.completeness import FileList, Save, digest
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
-from deepspeed_compress.checkpointing.memory_copies import Destination, Movement, send_copies
+from deepspeed_compress.checkpointing.memory_copies import DRAIN, Destination, send_copies
 from deepspeed_compress.checkpointing.processes import fork_from_rank, wait_for
 from deepspeed_compress.checkpointing.snapshot import Kept, read_calls
 from deepspeed_compress.errors import StateError
@@ -41,7 +42,6 @@ class Task:
         publishes: this rank lets `latest` name the checkpoint once all ranks have written theirs, and prunes old ones.
         patience: seconds to wait for all ranks.
         keep: number of automatic checkpoints to keep; None for all.
-        ended: number of the last save that all ranks have written or failed to write.
         problem: reason why it cannot be written, to be reported to the other ranks.
         only: for checkpoints in memory, the tags to keep, including this one. All others are removed before writing.
         copy: destination for a copy of the files.
@@ -54,7 +54,6 @@ class Task:
     publishes: bool
     patience: float
     keep: int | None = None
-    ended: int = 0
     problem: str = ""
     only: frozenset[str] | None = None
     copy: Destination | None = None
@@ -118,8 +117,7 @@ class _WriterProcess:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, Lock()
-        self._movement = Movement()
-        self._failed: list[Task] = []
+        self._copying: list[Thread] = []
 
     def run(self, private: bool) -> None:
         """Write snapshots. This is all that the process does. `private`: only this user can access the files."""
@@ -133,41 +131,29 @@ class _WriterProcess:
                 descriptor = recv_handle(self._connection)
             except (EOFError, OSError):
                 break
-            self._discard_failed(task)
             self._carry_out(task, descriptor)
         # The end of a rank must not wait for a silent host.
-        self._movement.wait()
-
-    def _discard_failed(self, task: Task) -> None:
-        """Discard the failed saves that no rank still writes when `task` begins.
-
-        A save of the same tag replaces these files itself, and needs the directory.
-        """
-        for failed in self._failed:
-            if failed.save.number <= task.ended and failed.save.place != task.save.place:
-                tried(partial(failed.directory.discard, failed.save))
-        self._failed = [failed for failed in self._failed if failed.save.number > task.ended]
+        deadline = time.monotonic() + DRAIN
+        for thread in self._copying:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _carry_out(self, task: Task, descriptor: int) -> None:
         listed, problem = tried(partial(_write, task, descriptor))
         os.close(descriptor)
         notice = ""
-        if task.publishes and problem:
-            self._failed.append(task)
-        elif task.publishes:
+        if task.publishes and not problem:
             _, notice = tried(partial(task.directory.tidy, task.save, task.keep))
         self._report(Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint must not wait for the network.
-            self._movement.note(task.save)
-            Thread(target=self._copy, args=(task, task.copy, listed, problem), daemon=True).start()
+            thread = Thread(target=self._copy, args=(task, task.copy, listed, problem), daemon=True)
+            self._copying = [one for one in (*self._copying, thread) if one is thread or one.is_alive()]
+            thread.start()
 
     def _copy(self, task: Task, destination: Destination, listed: FileList | None, problem: str) -> None:
         if listed is not None:
-            moves = partial(self._movement.note, task.save)
-            _, problem = tried(partial(send_copies, task.save.place, listed, destination, moves))
+            _, problem = tried(partial(send_copies, task.save.place, listed, destination))
         self._report(Outcome(task.save, problem, of_copy=True))
-        self._movement.end(task.save)
 
     def _report(self, outcome: Outcome) -> None:
         # The rank may have died or stopped reading. What it sent before is written anyway.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_compress.checkpointing.catalog import is_complete
+from deepspeed_compress.checkpointing.completeness import is_complete
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.integrations.patching import Undo, replace_method

@@ -20,7 +20,7 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import Trainer, TrainerCallback
 
-from deepspeed_compress.checkpointing.catalog import is_complete
+from deepspeed_compress.checkpointing.completeness import is_complete
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError

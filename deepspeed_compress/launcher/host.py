@@ -20,10 +20,9 @@ from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR, Me
 from deepspeed_compress.launcher.supervisor import FAILED, LOST_AFTER, SIGNALLED
 from deepspeed_compress.launcher.workers import Ended, Workers, describe_end
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError
-from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
 
 _POLL_INTERVAL = 0.05
 _BEAT_INTERVAL = 1.0

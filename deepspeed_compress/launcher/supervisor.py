@@ -11,18 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
-from deepspeed_compress.launcher.job_state import (
+from deepspeed_compress.launcher.messages import Message
+from deepspeed_compress.launcher.placement import (
     EARLY_FAILURES,
     EQUAL_FAILURES,
     ConnectedAgent,
     Failure,
+    Host,
     JobOptions,
     JobState,
+    Placement,
     failing_slot,
     is_permanent,
+    place,
 )
-from deepspeed_compress.launcher.messages import Message
-from deepspeed_compress.launcher.placement import Host, Placement, place
 
 LOST_AFTER = 10.0
 """Seconds of silence after which a host is considered lost.

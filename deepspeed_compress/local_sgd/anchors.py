@@ -1,41 +1,41 @@
-"""Transfer of anchors from a running island to one that joins: fp32 tensors over an authenticated connection.
+"""The anchor of an island that exchanges in rounds, and its transfer to an island that joins.
 
 Each rank of the joining island receives the tensors from a rank of equal place. Only the joining island waits: the
-sending rank serves a copy in a thread while it trains on. Requests for the same version share one copy. A few copies
-are sent at once. Other requests wait for their turn, and are told to retry if that takes too long.
+sending rank serves a copy in a thread while it trains on. Requests for the same version share one copy.
 """
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from deepspeed_compress.errors import IslandError
+from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
+from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState, as_bytes
+from deepspeed_compress.local_sgd.strategy import ExchangeContext
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.limits import Bounds, Limits
 from deepspeed_compress.transport.messages import Count, Fields, Messages
-from deepspeed_compress.transport.server import Server
+from deepspeed_compress.transport.server import Bounds, Server
 
 VersionedAnchor = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """Version, metadata, and flat fp32 tensors on the host by name."""
-ANCHOR = "anchor"
-"""Name of the service."""
-TRANSFERS = 4
-"""Maximum number of copies that are sent at once."""
-CONNECTIONS = 64
-"""Maximum number of open connections, including those that wait for their turn."""
+CONNECTIONS = 16
+"""Maximum number of open connections. An island that gets none takes the anchor of another one, or tries again."""
+_PAUSE = 0.2
+"""Seconds between attempts to get an anchor."""
 SLOWEST = 10.0
 """Minimum time limit, in seconds, for a part of an anchor (256 KiB) to be received."""
-_LONGEST_WAIT = 3600.0
 
 
 class _Request(Fields):
     version: Count
-    timeout: Annotated[float, Field(ge=0, le=_LONGEST_WAIT)] | None = None
 
 
 class _Anchor(Fields):
@@ -45,7 +45,7 @@ class _Anchor(Fields):
 
 
 _REQUESTS = Messages({ANCHOR: _Request})
-_ANSWERS = Messages({ANCHOR: _Anchor, "busy": Fields, "none": Fields})
+_ANSWERS = Messages({ANCHOR: _Anchor, "none": Fields})
 
 
 class AnchorCopy(dict[str, Tensor]):
@@ -61,7 +61,6 @@ class AnchorServer:
             send. Called by threads of this server.
         timeout: seconds for which a joining island waits, and within which it must receive each part.
         credentials: credentials of this side; None for those that the environment and the user's files name.
-        transfers: maximum number of copies that are sent at once.
     """
 
     def __init__(
@@ -70,10 +69,8 @@ class AnchorServer:
         copy: Callable[[int], VersionedAnchor | None],
         timeout: float = SLOWEST,
         credentials: Credentials | None = None,
-        transfers: int = TRANSFERS,
     ) -> None:
-        self._copy, self._timeout = copy, timeout
-        self._turns = threading.BoundedSemaphore(transfers)
+        self._copy = copy
         limits, bounds = Limits(head=1 << 12, patience=max(timeout, SLOWEST)), Bounds(CONNECTIONS)
         self._server = Server(ANCHOR, self._serve, host, 0, credentials or Credentials.find(), limits, bounds)
         self.address = f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
@@ -89,14 +86,7 @@ class AnchorServer:
         if request is None:
             return
         _REQUESTS.read(request)
-        # The client must receive "busy" before it gives up.
-        if not self._turns.acquire(timeout=min(self._timeout, request.get("timeout") or SLOWEST) / 2):
-            connection.send({"kind": "busy"})
-            return
-        try:
-            self._hand_out(connection, self._copy(request["version"]))
-        finally:
-            self._turns.release()
+        self._hand_out(connection, self._copy(request["version"]))
 
     def _hand_out(self, connection: Connection, found: VersionedAnchor | None) -> None:
         if found is None:
@@ -105,7 +95,7 @@ class AnchorServer:
         version, about, tensors = found
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         head = {"kind": ANCHOR, "version": version, "about": dict(about), "sizes": sizes}
-        connection.send_pieces(head, 4 * sum(sizes.values()), map(_bytes, tensors.values()))
+        connection.send_pieces(head, 4 * sum(sizes.values()), map(as_bytes, tensors.values()))
 
 
 def fetch_anchor(
@@ -133,13 +123,11 @@ def fetch_anchor(
     size = 4 * sum(sizes.values())
     limits = Limits(body=size, patience=timeout)
     with connect(address, ANCHOR, credentials or Credentials.find(), timeout, limits, timeout) as connection:
-        connection.send({"kind": ANCHOR, "version": version, "timeout": min(timeout, _LONGEST_WAIT)})
+        connection.send({"kind": ANCHOR, "version": version})
         head = connection.receive(2 * timeout)
         if head is None:
             raise TimeoutError(f"{address} is silent")
         _ANSWERS.read(head)
-        if head["kind"] == "busy":
-            raise ConnectionError(f"{address} is busy: too many islands take its anchor")
         _check_answer(head, address, version, sizes, run)
         tensors = {name: _receive(connection, numel) for name, numel in sizes.items()}
     return int(head["version"]), head["about"], tensors
@@ -151,13 +139,96 @@ def _check_answer(head: Mapping[str, Any], address: str, version: int, sizes: Ma
         raise ConnectionError(f"{address} does not have version {version} of {run}")
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of `tensor`, contiguous and on the host."""
-    return memoryview(tensor.view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
-
-
 def _receive(connection: Connection, numel: int) -> Tensor:
     tensor = torch.empty(numel)
-    if numel:
-        connection.read_into(_bytes(tensor))
+    connection.read_into(as_bytes(tensor))
     return tensor
+
+
+class SharedAnchor:
+    """The anchor of this rank, with its version.
+
+    Args:
+        context: the settings, the master weights and the residual stores of this rank.
+        publish_metadata: returns metadata that is sent along with the anchor.
+
+    Attributes:
+        version: version of the anchor; 0 if there is none.
+        run: run of the coordinator.
+    """
+
+    def __init__(self, context: ExchangeContext, publish_metadata: Callable[[], Mapping[str, Any]]) -> None:
+        self.version, self.run = 0, ""
+        self._elastic, self._segments = context.elastic, tuple(context.master_weights.segments)
+        self._publish_metadata, state = publish_metadata, AnchorState(context.reduction.stores)
+        self._stores = {ANCHOR: state.anchor}
+        if context.settings.outer.optimizer == "nesterov":
+            self._stores[MOMENTUM] = state.momentum
+        self._copy: weakref.ref[AnchorCopy] | None = None
+        """Copy of the anchor that is being served, shared by all requests."""
+        self._failure = "other islands moved on between the requests of two ranks"
+        """Reason why the last attempt to fetch the anchor failed."""
+        self._change = threading.Condition()
+
+    def copy(self, version: int) -> VersionedAnchor | None:
+        """Return the state that a joining island needs, once the anchor is at least of `version`. Thread-safe.
+
+        Returns None if that version is not reached within the timeout.
+        """
+        with self._change:
+            if not self._change.wait_for(lambda: self.version >= max(1, version), self._elastic.timeout_seconds):
+                return None
+            copy = self._copy() if self._copy is not None else None
+            if copy is None:
+                device = torch.device("cpu")
+                copy = AnchorCopy({name: one.read(self._segments, device) for name, one in self._stores.items()})
+                self._copy = weakref.ref(copy)
+            return self.version, {**self._publish_metadata(), "run": self.run}, copy
+
+    def withdraw(self) -> None:
+        """Stop serving copies, because the anchor is about to be replaced."""
+        with self._change:
+            self.version, self._copy = 0, None
+
+    @contextmanager
+    def replacing(self, version: int) -> Iterator[None]:
+        """Make no copy while the caller writes the anchor of `version`."""
+        with self._change:
+            yield
+            self.version, self._copy = version, None
+            self._change.notify_all()
+
+    def write(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Store the tensors of a fetched anchor, and return the anchor on `device`."""
+        for name, store in self._stores.items():
+            store.write(self._segments, tensors[name].to(device))
+        return tensors[ANCHOR].to(device)
+
+    def fetch(self, sources: AnchorSources, place: int, number: int) -> VersionedAnchor | None:
+        """Try one source after another, starting at a different one for each island; None if all fail.
+
+        Args:
+            sources: the islands that hold the anchor.
+            place: place of this rank in its island.
+            number: number of this island.
+        """
+        count, numel = len(sources.sources), sum(segment.numel for segment in self._segments)
+        sizes, timeout = dict.fromkeys(self._stores, numel), self._elastic.timeout_seconds
+        for turn in range(count):
+            addresses = sources.sources[(number + turn) % count]
+            try:
+                return fetch_anchor(addresses[place], sources.version, timeout, sizes, self.run)
+            except OSError as error:
+                self._failure = str(error) or type(error).__name__
+        # They may have no room for another connection.
+        time.sleep(_PAUSE)
+        return None
+
+    def check_deadline(self, deadline: float, sources: AnchorSources) -> None:
+        """Raise IslandError if `deadline` is over, with the reason why no anchor could be fetched from `sources`."""
+        if time.monotonic() > deadline:
+            raise IslandError(
+                f"/deepspeed_compress/islands/elastic/give_up: none of {len(sources.sources)} islands provided the "
+                f"anchor within {self._elastic.give_up} ({self._failure}); islands must reach each other, not only the "
+                "coordinator: open the ports between them"
+            )

@@ -21,11 +21,16 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.reduction import Reductions
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.local_sgd.exchange import ANCHOR, cosine_to_others, write_anchor
-from deepspeed_compress.local_sgd.framed_messages import FramedMessages, as_bytes, read_bytes
-from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.exchange import (
+    ANCHOR,
+    FramedMessages,
+    as_bytes,
+    cosine_to_others,
+    read_bytes,
+    write_anchor,
+)
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, LeaderDecision, SyncInterval
 
 _PAUSE = 0.1
 """Seconds to wait before ranks that received different versions ask again."""
@@ -107,8 +112,7 @@ class AsynchronousExchange:
             self._await_reply(self._pending.answer)
             self._call += 1
         self._pending, self._samples = None, samples
-        own = {"number": self.number, "token": self._token}
-        head = {"kind": "resume", **own, "saved": saved or {"run": "", "number": -1}}
+        head = {"kind": "resume", "saved": saved or {"run": "", "number": -1}}
         answer, _ = self._ranks.run_on_first(partial(self._calls.ask, head))
         kind = answer["kind"]
         if kind == "resumed" and saved is not None:

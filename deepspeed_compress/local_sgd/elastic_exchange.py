@@ -6,24 +6,27 @@ coordinator has committed the round, every island moves its anchor. An island th
 island that has it (`shared_anchor`).
 """
 
+import os
 import re
+import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
+from deepspeed_compress.config import Elastic
 from deepspeed_compress.errors import IslandError
-from deepspeed_compress.local_sgd.anchors import VersionedAnchor
+from deepspeed_compress.local_sgd.anchors import AnchorServer, SharedAnchor, VersionedAnchor
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources, Outcome, Round
 from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, Peers, PendingExchange, Share
-from deepspeed_compress.local_sgd.island_ranks import LeaderDecision, SyncInterval
 from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, make_groups
-from deepspeed_compress.local_sgd.shared_anchor import SharedAnchor
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, LeaderDecision, SyncInterval
+from deepspeed_compress.transport.client import own_address
 
 MAX_VOID_ROUNDS = 5
 """Number of consecutive void rounds that indicates a network problem rather than failed islands."""
@@ -297,3 +300,47 @@ def _shorten(error: Exception) -> str:
     """Return gloo's error message without its source location and advice."""
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
     return text or type(error).__name__
+
+
+class RoundConnections:
+    """Connections of a rank whose island exchanges in rounds.
+
+    Attributes:
+        address: "host:port" at which the anchor of this rank is served.
+        client: connection to the coordinator on the first rank; None on the others, and before `join`.
+    """
+
+    def __init__(self, elastic: Elastic, anchor: SharedAnchor) -> None:
+        self._elastic = elastic
+        self._host = own_address(elastic.rendezvous.rpartition(":")[0])
+        self._server = AnchorServer(self._host, anchor.copy, elastic.timeout_seconds)
+        self.address = self._server.address
+        self.client: CoordinatorClient | None = None
+        self._store: TCPStore | None = None
+        """Store of the island, through which other islands make process groups as long as it exists."""
+
+    def join(self, terms: Mapping[str, Any], addresses: Sequence[str]) -> None:
+        """Register the island at the coordinator. On the first rank only.
+
+        Args:
+            terms: the settings that must be equal in all islands.
+            addresses: the `address` of every rank.
+        """
+        elastic = self._elastic
+        self._store = store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self.client = CoordinatorClient(
+            elastic.rendezvous,
+            elastic.timeout_seconds,
+            elastic.give_up_seconds,
+            {**terms, "timeout": elastic.timeout_seconds},
+            f"{self._host}:{store.port}",
+            addresses,
+            f"{socket.gethostname()}:{uuid.getnode():x}:{os.getpid()}",
+        )
+
+    def close(self) -> None:
+        """Leave the other islands, and stop serving the anchor. It may be called repeatedly."""
+        if self.client is not None:
+            self.client.leave()
+            self.client = None
+        self._server.close()

@@ -103,8 +103,10 @@ class RoundPeers:
         same = all(one.version == round_.base for one in round_.partners)
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
             self._last = None
-            groups = self._make(round_, place, number, self._timeout.seconds)
-            last = _LastRound(self._peers(groups), numbers, round_.base)
+            groups, context = self._make(round_, place, number, self._timeout.seconds), self._context
+            reduction = replace(context.reduction, groups=groups)
+            peers = Peers(context.settings, context.master_weights.segments, reduction)
+            last = _LastRound(peers, numbers, round_.base)
         last.round = round_.id
         self._last = last
         return last.peers
@@ -118,7 +120,3 @@ class RoundPeers:
     def disconnect(self) -> None:
         """Drop the group: the next round creates a new one."""
         self._last = None
-
-    def _peers(self, groups: Groups) -> Peers:
-        context = self._context
-        return Peers(context.settings, context.master_weights.segments, replace(context.reduction, groups=groups))

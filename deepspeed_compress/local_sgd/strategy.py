@@ -1,15 +1,84 @@
-"""Interface of an exchange strategy among islands that join and leave: its inputs, and the outcome of an exchange."""
+"""What exchange strategies among islands that join and leave have in common: interface, inputs, ranks, and intervals.
 
+The ranks of an island act alike: all ranks follow what the first one receives and decides.
+"""
+
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import Elastic, Islands
+from deepspeed_compress.errors import CompressError, IslandError
 from deepspeed_compress.local_sgd.exchange import MasterWeights
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.moments import SecondMoments
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class IslandRanks:
+    """The ranks of one island. `group` is their process group on the host; None for a single rank."""
+
+    group: ProcessGroup | None = None
+
+    @property
+    def place(self) -> int:
+        """Return the position of this rank within the island."""
+        return 0 if self.group is None else self.group.rank()
+
+    def run_on_first(self, work: Callable[..., T], *args: Any) -> T:
+        """Call `work(*args)` on the first rank, and return its result on all ranks. Collective.
+
+        An error of `work` is raised on all ranks; on the others as an IslandError, unless it is a CompressError.
+        """
+        value: T | None = None
+        problem: Exception | None = None
+        if self.place == 0:
+            try:
+                value = work(*args)
+            except Exception as error:  # whatever it is, the other ranks must be told
+                problem = error
+        told: list[Any] = [(value, _portable(problem))]
+        if self.group is not None:
+            dist.broadcast_object_list(told, dist.get_global_rank(self.group, 0), group=self.group)
+        result: T = told[0][0]
+        if told[0][1] is not None:
+            raise problem or told[0][1]
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every rank, on all ranks. Collective."""
+        return [value] if self.group is None else gather_objects(value, self.group)
+
+    def all_equal(self, value: int) -> bool:
+        """Return True if all ranks have the same `value`, which must not be negative. Collective."""
+        extremes = torch.tensor([value, -value])
+        if self.group is not None:
+            dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
+        return int(extremes[0]) == -int(extremes[1])
+
+    def all_true(self, value: bool) -> bool:
+        """Return True if `value` is True on all ranks. Collective."""
+        found = torch.tensor([float(value)])
+        if self.group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(found)
+
+
+def _portable(error: Exception | None) -> CompressError | None:
+    """Return `error` in a form that can be sent to other ranks."""
+    if error is None or isinstance(error, CompressError):
+        return error
+    return IslandError(f"the first rank of this island has failed: {error!r}")
 
 
 @dataclass(frozen=True)
@@ -117,3 +186,81 @@ class ExchangeStrategy(Protocol):
 
     def leave(self) -> None:
         """Leave for good; the other islands do not wait for this one."""
+
+
+class LeaderDecision:
+    """Decision after every step, on which all ranks agree.
+
+    Every rank makes some decisions by itself, from the number of steps. The others are made by the first rank. In an
+    island of several ranks, these are followed one step later: they are broadcast in the background so that no rank
+    waits for them.
+    """
+
+    def __init__(self, ranks: IslandRanks) -> None:
+        self._group = ranks.group
+        self._broadcast: tuple[dist.Work, Tensor] | None = None
+
+    def follow(self, own: bool, is_known: bool) -> bool:
+        """Return the decision to follow now. Collective.
+
+        Args:
+            own: the first rank's new decision.
+            is_known: the decision that all ranks have made alike.
+        """
+        if self._group is None:
+            return own or is_known
+        if is_known:
+            self.forget()
+            return True
+        earlier, new = self._broadcast, torch.tensor([float(own)])
+        first = dist.get_global_rank(self._group, 0)
+        self._broadcast = (dist.broadcast(new, first, group=self._group, async_op=True), new)
+        if earlier is None or not _wait_for(earlier):
+            return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Wait for the broadcast in progress, if there is one, and ignore its decision. Collective."""
+        if self._broadcast is not None:
+            _wait_for(self._broadcast)
+        self._broadcast = None
+
+
+def _wait_for(broadcast: tuple[dist.Work, Tensor]) -> bool:
+    """Wait for a broadcast, and return the decision of the first rank."""
+    work, decision = broadcast
+    work.wait()
+    return bool(decision)
+
+
+class SyncInterval:
+    """Interval between the exchanges of an island, in steps or seconds."""
+
+    def __init__(self, steps: int | None, seconds: float | None) -> None:
+        self._steps, self._seconds = steps, seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval, as after an exchange."""
+        self._steps_taken, self._begun = 0, time.monotonic()
+
+    def count_step(self) -> bool:
+        """Count a finished step, and return True if an exchange is due by the number of steps, alike on all ranks."""
+        self._steps_taken += 1
+        return self._steps is not None and self._steps_taken >= self._steps
+
+    def has_elapsed(self) -> bool:
+        """Return True if an exchange is due by the clock of this rank."""
+        return self._seconds is not None and time.monotonic() - self._begun >= self._seconds
+
+    def describe(self) -> dict[str, float]:
+        """Return the steps and seconds since the last exchange, for `resume`."""
+        return {"steps": self._steps_taken, "seconds": time.monotonic() - self._begun}
+
+    def resume(self, saved: Mapping[str, float] | None) -> None:
+        """Continue the interval that `describe` returned when a checkpoint was saved; None begins a new one."""
+        self.restart()
+        if saved is not None:
+            self._steps_taken = int(saved["steps"])
+            self._begun -= saved["seconds"]

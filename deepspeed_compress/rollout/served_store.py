@@ -9,10 +9,9 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.rollout.store import LARGEST, check_name
 from deepspeed_compress.rollout.store_server import STORE
 from deepspeed_compress.transport.client import connect, parse_address
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
-from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
 from deepspeed_compress.transport.messages import Address, Fields, Messages, Text
 
 SCHEME = "tcp://"

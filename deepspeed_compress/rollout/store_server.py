@@ -14,9 +14,8 @@ from typing import Any
 
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.store import LARGEST, DirectoryStore
-from deepspeed_compress.transport.connection import CHUNK, Connection
+from deepspeed_compress.transport.connection import CHUNK, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.limits import Limits
 from deepspeed_compress.transport.messages import Address, Fields, Messages
 from deepspeed_compress.transport.server import Server
 

@@ -8,7 +8,6 @@ store them transposed.
 import argparse
 import contextlib
 import json
-import pickle
 import re
 import shutil
 import sys
@@ -17,8 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.checkpointing.catalog import Checkpoint
-from deepspeed_compress.checkpointing.completeness import find_problems
+from deepspeed_compress.checkpointing.completeness import LATEST_UNIVERSAL, Checkpoint, find_problems
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError, StateError
@@ -131,8 +129,6 @@ def _by_node(place: Path) -> bool:
 
 _WEIGHT = "param"
 """Key of the weight in DeepSpeed's file of one weight (`deepspeed.checkpoint.constants.PARAM`)."""
-LATEST_UNIVERSAL = "latest_universal"
-"""File that names the universal checkpoint of a directory, for DeepSpeed."""
 
 _CONV1D = re.compile(r"(?:^|\.)(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 """Pattern of the matrices of GPT-2 in transformers: (inputs, outputs) in a Conv1D."""
@@ -212,34 +208,20 @@ def transpose_gpt2(place: Path, linear: bool) -> None:
     """
     import torch
 
+    from deepspeed_compress.checkpointing.deepspeed.resharding import read_weight
+
     folders = [folder for folder in (place / "zero").iterdir() if folder.is_dir()]
     attention = [folder for folder in folders if _ATTENTION.search(folder.name)]
-    if not attention or _is_linear(attention[0]) == linear:
+    if not attention or _is_linear(read_weight(attention[0] / "fp32.pt")[_WEIGHT]) == linear:
         return
     for folder in (one for one in folders if _CONV1D.search(one.name)):
         for file in folder.glob("*.pt"):
-            found = _weight(file)
+            found = read_weight(file, mmap=False)
             if isinstance(found, dict):
                 # The other entries describe how the matrix was split, which would no longer be correct.
                 torch.save({_WEIGHT: found[_WEIGHT].t().contiguous()}, file)
 
 
-def _weight(file: Path) -> Any:
-    """Load DeepSpeed's file of one weight, without running code that the file may refer to.
-
-    Raises:
-        StateError: The file contains other objects.
-    """
-    import torch
-    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
-
-    try:
-        with torch.serialization.safe_globals([SubparamShape]):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise StateError(f"{file} contains more than a weight, so it is not read ({error})") from error
-
-
-def _is_linear(folder: Path) -> bool:
-    outputs, inputs = _weight(folder / "fp32.pt")[_WEIGHT].shape
+def _is_linear(matrix: Any) -> bool:
+    outputs, inputs = matrix.shape
     return bool(outputs == 3 * inputs)

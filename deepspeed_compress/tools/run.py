@@ -32,9 +32,8 @@ from deepspeed_compress.integrations.launch import (
 )
 from deepspeed_compress.launcher.host import Agent
 from deepspeed_compress.launcher.host_resources import Slots, job_directory
-from deepspeed_compress.launcher.job_state import JobOptions
 from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
-from deepspeed_compress.launcher.placement import size_problem
+from deepspeed_compress.launcher.placement import JobOptions, size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.transport.credentials import Credentials, pass_on, set_tls

@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed_compress.config.islands import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator import client
-from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
 from deepspeed_compress.tools.tables import print_table
 from deepspeed_compress.transport.credentials import Credentials, find_secret, find_tls, set_tls
 from deepspeed_compress.transport.errors import AuthenticationError

@@ -6,11 +6,10 @@ import ssl
 import time
 
 from deepspeed_compress.transport.channel import Channel, keep_alive
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, ProtocolError
 from deepspeed_compress.transport.handshake import client_steps, follow
-from deepspeed_compress.transport.limits import DEFAULT_LIMITS, Limits
 
 
 def connect(

@@ -1,18 +1,51 @@
-"""Authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines."""
+"""Authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines.
 
+A frame is a fixed header with two sizes, a head (one JSON object with a `kind`), and a body of plain bytes. The sizes
+are checked against limits before memory is allocated. `messages` checks what a head contains.
+"""
+
+import json
+import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from deepspeed_compress.transport.channel import Channel
 from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
-from deepspeed_compress.transport.frames import HEADER, Head, decode, encode, sizes
-from deepspeed_compress.transport.limits import Limits
 
+Head = Mapping[str, Any]
+HEADER = struct.Struct("!4sIQ")
+"""Magic bytes, size of the head, size of the body."""
+_MAGIC = b"DSCF"
 Buffer = bytes | bytearray | memoryview
 CHUNK = 1 << 18
 """Bytes of a body that are read or written under one deadline."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of what one side accepts from the other, and for how long it waits.
+
+    Attributes:
+        head: Largest size in bytes of a head.
+        body: Largest size in bytes of a body. `Connection.receive` takes another limit for one frame.
+        patience: Seconds for a head that has begun, and for each chunk (256 KiB) of a body, in both directions.
+    """
+
+    head: int = 1 << 20
+    body: int = 0
+    patience: float = 30.0
+
+
+DEFAULT_LIMITS = Limits()
+"""Heads of 1 MiB, and no bodies."""
+LARGE_HEAD = 1 << 24
+"""Largest size in bytes of a message with the addresses of thousands of ranks, or with all parameters of a model."""
 
 
 class Connection:
@@ -32,7 +65,6 @@ class Connection:
         self.left = 0
         """Unread bytes of the body of the last frame."""
         self._channel = channel
-        self._ended_by_errors = _EndedByErrors(channel)
         self._sending = threading.Lock()
 
     @property
@@ -57,7 +89,7 @@ class Connection:
             ValueError: if `pieces` do not have `size` bytes in total.
         """
         begun = encode(head, size)
-        with self._sending, self._ended_by_errors:
+        with self._sending, self._ending_on_error():
             self._write(memoryview(begun))
             for piece in pieces:
                 view = memoryview(piece).cast("B")
@@ -71,7 +103,7 @@ class Connection:
 
     def send_encoded(self, frame: bytes) -> None:
         """Send a complete frame that `frames.encode` made."""
-        with self._sending, self._ended_by_errors:
+        with self._sending, self._ending_on_error():
             self._write(memoryview(frame))
 
     def receive(self, timeout: float | None = None, body: int | None = None) -> dict[str, Any] | None:
@@ -84,7 +116,7 @@ class Connection:
             timeout: seconds; None waits forever. A frame that has begun must be complete within `limits.patience`.
             body: largest size in bytes of the body, in place of `limits.body`.
         """
-        with self._ended_by_errors:
+        with self._ending_on_error():
             for _ in self.pieces():
                 pass
             header = memoryview(bytearray(HEADER.size))
@@ -108,11 +140,13 @@ class Connection:
     def read_into(self, memory: Buffer) -> None:
         """Fill `memory` with the next bytes of the body. Raises ProtocolError if there are fewer."""
         view = memoryview(memory).cast("B")
-        with self._ended_by_errors:
+        with self._ending_on_error():
             if len(view) > self.left:
                 raise ProtocolError(f"the body has {self.left} bytes left (expected: {len(view)})")
             for start in range(0, len(view), CHUNK):
-                self._read(view[start : start + CHUNK])
+                chunk = view[start : start + CHUNK]
+                self._channel.read_all(chunk, time.monotonic() + self.limits.patience)
+                self.left -= len(chunk)
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the rest of the body in chunks of at most `CHUNK` bytes. The memory of a chunk is reused."""
@@ -140,6 +174,15 @@ class Connection:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """End the channel if the block fails, because the next byte would be misinterpreted."""
+        try:
+            yield
+        except BaseException:
+            self._channel.end()
+            raise
+
     def _begin(self, header: memoryview, timeout: float | None) -> int:
         """Read the first bytes of a header, and return how many; 0 if none arrived in time."""
         try:
@@ -163,22 +206,42 @@ class Connection:
         found, self.left = decode(head), body_size
         return found
 
-    def _read(self, view: memoryview) -> None:
-        self._channel.read_all(view, time.monotonic() + self.limits.patience)
-        self.left -= len(view)
-
     def _write(self, view: memoryview) -> None:
         self._channel.write(view, time.monotonic() + self.limits.patience)
 
 
-class _EndedByErrors:
-    """Context that ends a channel if its block fails, because the next byte would be misinterpreted."""
+def encode(head: Head, body: int = 0) -> bytes:
+    """Return the header and the head of a frame with a body of `body` bytes.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    Raises:
+        ValueError: if `head` cannot be represented in JSON.
+    """
+    text = json.dumps(head, allow_nan=False, ensure_ascii=False).encode()
+    return HEADER.pack(_MAGIC, len(text), body) + text
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and kind is not GeneratorExit:
-            self._channel.end()
+def sizes(header: bytes, head: int, body: int) -> tuple[int, int]:
+    """Return the sizes of head and body that `header` announces. Raises ProtocolError if one exceeds its limit."""
+    magic, head_size, body_size = HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise ProtocolError("the other side sent something that is not a frame")
+    if head_size > head or body_size > body:
+        raise ProtocolError(
+            f"the other side announced a head of {head_size} bytes and a body of {body_size} (allowed: {head} and "
+            f"{body})"
+        )
+    return head_size, body_size
+
+
+def decode(text: bytes | bytearray) -> dict[str, Any]:
+    """Return the head. Raises ProtocolError if it is not a JSON object with a string `kind`.
+
+    The parser refuses NaN, infinity, invalid UTF-8, lone surrogates, integers of thousands of digits, and deep nesting.
+    """
+    try:
+        head = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise ProtocolError(f"the head is not JSON: {error}") from error
+    if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
+        raise ProtocolError("the head is not an object with a string `kind`")
+    return head

@@ -175,22 +175,18 @@ def find_tls() -> Tls | None:
     if len(missing) == 2:
         return None
     if missing:
-        raise ConfigError(f"{missing[0]}: is not set (allowed: both {TLS_CERTIFICATE} and {TLS_AUTHORITY}, or neither)")
+        raise ConfigError(
+            f"{missing[0]}: is not set (allowed: both {TLS_CERTIFICATE} and {TLS_AUTHORITY}, or neither); pass "
+            "--tls-certificate and --tls-authority"
+        )
     return Tls.load(files[TLS_CERTIFICATE], files[TLS_AUTHORITY])
 
 
 def set_tls(environment: MutableMapping[str, str], certificate: str | None, authority: str | None) -> None:
-    """Write the two options of a command to `environment`, from which this process and its children read them.
-
-    Raises:
-        ConfigError: if only one is given.
-    """
-    if (certificate is None) != (authority is None):
-        missing = "--tls-certificate" if certificate is None else "--tls-authority"
-        raise ConfigError(f"{missing}: is missing (allowed: both --tls-certificate and --tls-authority, or neither)")
-    if certificate is not None and authority is not None:
-        environment[TLS_CERTIFICATE] = os.path.abspath(certificate)
-        environment[TLS_AUTHORITY] = os.path.abspath(authority)
+    """Write two options of a command to `environment`, from which this process and its children read them."""
+    for name, file in ((TLS_CERTIFICATE, certificate), (TLS_AUTHORITY, authority)):
+        if file is not None:
+            environment[name] = os.path.abspath(file)
 
 
 def _context(protocol: int, certificate: str, authority: str) -> ssl.SSLContext:
@@ -200,16 +196,11 @@ def _context(protocol: int, certificate: str, authority: str) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(certificate, password=_no_password)
+        context.load_verify_locations(authority)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{TLS_CERTIFICATE}={certificate}: {error} (allowed: a PEM file with a certificate and its key, without a "
-            "password)"
-        ) from error
-    try:
-        context.load_verify_locations(authority)
-    except OSError as error:
-        raise ConfigError(
-            f"{TLS_AUTHORITY}={authority}: {error} (allowed: a PEM file with the certificate of the authority)"
+            f"{TLS_CERTIFICATE}={certificate}, {TLS_AUTHORITY}={authority}: {error} (allowed: two PEM files: a "
+            "certificate and its key without a password, and the certificate of the authority)"
         ) from error
     return context
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import Connection, Head, Limits, encode
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ProtocolError
-from deepspeed_compress.transport.frames import Head, encode
-from deepspeed_compress.transport.limits import MEMBERS
 from deepspeed_compress.transport.messages import Messages
-from deepspeed_compress.transport.rate_limited_log import RateLimitedLog
-from deepspeed_compress.transport.server import Server
+from deepspeed_compress.transport.server import RateLimitedLog, Server
 
 Message = Mapping[str, Any]
+MEMBERS = Limits(patience=10.0)
+"""Limits of what members may send."""
 TICK = 0.1
 """Seconds between ticks of the clock."""
 LATE = 1.0

@@ -1,12 +1,12 @@
 """Typed messages: the one place that checks what another process has sent before anything uses it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from deepspeed_compress.transport.connection import Head
 from deepspeed_compress.transport.errors import MessageError
-from deepspeed_compress.transport.frames import Head
 
 _SHOWN = 40
 
@@ -31,6 +31,9 @@ Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
+F = TypeVar("F", bound=Fields)
+
+
 class Messages:
     """Messages that one side of a service may send: the fields of each kind."""
 
@@ -47,13 +50,19 @@ class Messages:
         fields = self._kinds.get(kind) if isinstance(kind, str) else None
         if fields is None:
             raise MessageError(f"unknown kind of message: {shown(kind)}")
-        try:
-            return fields.model_validate(dict(head))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-        # The error of pydantic is not chained, since it shows all of a message, and thus its token.
-        name = ".".join(map(str, first["loc"])) or "it"
-        raise MessageError(f"{kind}: {name} is {shown(first['input'])}: {first['msg']}")
+        return validated(fields, dict(head), f"{kind}")
+
+
+def validated(fields: type[F], given: Any, what: str) -> F:
+    """Return `given`, which is `what`, as `fields`. Raises MessageError, which names the first field that is wrong."""
+    try:
+        return fields.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    # The error of pydantic is not chained, since it shows all of a message, and thus its token.
+    name = ".".join(map(str, first["loc"])) or "it"
+    found = "missing" if first["type"] == "missing" else shown(first["input"])
+    raise MessageError(f"{what}: {name} is {found}: {first['msg']}")
 
 
 def shown(value: Any) -> str:

@@ -8,15 +8,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from deepspeed_compress.transport.channel import Channel, keep_alive
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ConnectionClosedError, OtherServiceError
 from deepspeed_compress.transport.handshake import HELLO, follow, server_steps
-from deepspeed_compress.transport.limits import DEFAULT_BOUNDS, DEFAULT_LIMITS, Bounds, Limits
-from deepspeed_compress.transport.rate_limited_log import RateLimitedLog, ignore
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors that last until descriptors or memory are free again."""
@@ -24,6 +23,54 @@ _ACCEPT_PAUSE = 0.1
 """Seconds without new connections after such an error."""
 _SHUTDOWN_TIMEOUT = 1.0
 """Maximum number of seconds that a server waits at its end for threads whose connections it has ended."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds on the connections of a server.
+
+    Attributes:
+        connections: Largest number of authenticated connections. A client above that gets ServerBusyError.
+        pending: Largest number of unauthenticated connections.
+        patience: Seconds for a connection to authenticate.
+        silence: Seconds without a sign of the other host; the kernel ends a connection after three times as many.
+    """
+
+    connections: int = 1024
+    pending: int = 128
+    patience: float = 5.0
+    silence: float = 10.0
+
+
+DEFAULT_BOUNDS = Bounds()
+"""As many connections as a large job has hosts."""
+
+
+def ignore(text: str) -> None:
+    """Discard the line."""
+
+
+class RateLimitedLog:
+    """Log about other processes, which a flood of connections must not fill.
+
+    It passes at most one line per `every` seconds to `log`. The next line reports how many were omitted.
+    """
+
+    def __init__(self, log: Callable[[str], None], every: float = 5.0) -> None:
+        self._log, self._every = log, every
+        self._lock = threading.Lock()
+        self._next, self._omitted = 0.0, 0
+
+    def __call__(self, text: str) -> None:
+        """Log `text`, or count it as omitted."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                self._omitted += 1
+                return
+            more = f" ({self._omitted} more since the last line)" if self._omitted else ""
+            self._next, self._omitted = now + self._every, 0
+        self._log(text + more)
 
 
 class _Crowd:

@@ -15,8 +15,8 @@ from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, 
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, fetch_anchor
 from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Limits
 from deepspeed_compress.transport.credentials import Credentials, Secret
-from deepspeed_compress.transport.limits import Limits
 from tests.support.checkpoints import save, write
 from tests.support.hostile import COUNTS, attack_authenticated, attack_unauthenticated
 from tests.support.processes import MEGABYTE, join_threads, resident_memory, start_threads

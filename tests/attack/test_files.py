@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepspeed_compress.checkpointing import catalog
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves
@@ -28,7 +27,6 @@ from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.local_sgd.deepspeed.state_files import take_for_island
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.support.checkpoints import publish, save, write
 from tests.support.forks import run_forks
@@ -144,22 +142,13 @@ def read_list(file: Path) -> None:
 
 def write_latest(directory: Path) -> Path:
     write_checkpoint(directory)
-    return directory / catalog.LATEST
+    return directory / files.LATEST
 
 
 def read_latest(file: Path) -> None:
     for tag in CheckpointDirectory(file.parent).tags_to_try():
         list(files.find_problems(file.parent / tag))
     CheckpointDirectory(file.parent).protected()
-
-
-def write_island(directory: Path) -> Path:
-    take_for_island(directory, "run", 1, [])
-    return directory / "deepspeed_compress_island.json"
-
-
-def read_island(file: Path) -> None:
-    take_for_island(file.parent, "run", 2, [1])
 
 
 # Configurations.
@@ -205,7 +194,6 @@ KINDS = {
     "state": Kind(write_state, corrupt_state, read_state),
     "list": Kind(write_checkpoint, corrupt_by(damaged_document, sign_list), read_list),
     "latest": Kind(write_latest, corrupt_by(damage), read_latest),
-    "island": Kind(write_island, corrupt_by(damaged_document), read_island),
     "configuration": Kind(write_config, corrupt_by(damaged_document), read_config, rounds=500),
     "statistics": Kind(write_lines, corrupt_by(damaged_line), read_run),
 }

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.local_sgd.framed_messages import FramedMessages
-from deepspeed_compress.local_sgd.parameter_server.calls import Terms
-from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER, PushClient
+from deepspeed_compress.local_sgd.exchange import FramedMessages
+from deepspeed_compress.local_sgd.parameter_server.client import PushClient
+from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER, Terms
 from deepspeed_compress.local_sgd.parameter_server.places import make_messages
-from deepspeed_compress.local_sgd.parameter_server.service import Service
+from deepspeed_compress.local_sgd.parameter_server.server import Service
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Limits
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.limits import Limits
 from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated
 from tests.support.processes import MEGABYTE, join_threads, resident_memory, serve_islands, start_threads
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_compress.checkpointing import direct
 from deepspeed_compress.checkpointing.completeness import Save, find_problems, read_lists
-from deepspeed_compress.checkpointing.direct import write_torch
+from deepspeed_compress.checkpointing.deepspeed import engine_files
+from deepspeed_compress.checkpointing.deepspeed.engine_files import write_torch
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
 from deepspeed_compress.checkpointing.snapshot import Call, HostCopies, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer
@@ -96,7 +96,7 @@ def save_part(contents: object, path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_tensors, write_state])
 def test_a_full_disk_is_left_as_it_was(tmp_path, monkeypatch, write: Callable[[Path, CheckpointDirectory], None]):
-    monkeypatch.setattr(direct, "DirectFile", Full)
+    monkeypatch.setattr(engine_files, "DirectFile", Full)
     monkeypatch.setattr(state, "save_file", save_part)
     with pytest.raises((OSError, RuntimeError)):
         write(tmp_path / "file.safetensors", CheckpointDirectory(tmp_path, NEW))

@@ -9,7 +9,7 @@ import torch
 from deepspeed.checkpoint.constants import PARAM, SUB_PARAM_SHAPE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
-from deepspeed_compress.checkpointing.deepspeed import universal as engine_universal
+from deepspeed_compress.checkpointing.deepspeed import resharding
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.tools import checkpoint as tools_universal
 
@@ -36,7 +36,7 @@ def test_a_weight_that_names_a_function_is_refused_and_nothing_runs(tmp_path: Pa
     with pytest.raises(StateError, match="contains more than a weight"):
         tools_universal.transpose_gpt2(tmp_path, linear=True)
     with pytest.raises(StateError, match="contains more than a weight"):
-        list(engine_universal._differences(file, "h.0.attn.c_attn.weight", (2, 6)))
+        list(resharding._differences(file, "h.0.attn.c_attn.weight", (2, 6)))
     assert not made.exists()
     torch.load(file, weights_only=False)
     assert made.exists(), "the payload would have run"
@@ -45,6 +45,6 @@ def test_a_weight_that_names_a_function_is_refused_and_nothing_runs(tmp_path: Pa
 def test_deepspeeds_attributes_of_a_weight_are_read(tmp_path: Path) -> None:
     shape = SubparamShape(["x"], (2, 3), 0)
     file = saved(tmp_path / "zero" / "h.0.attn.c_attn.weight", torch.zeros(2, 6), **{SUB_PARAM_SHAPE: shape})
-    assert list(engine_universal._differences(file, "w", (2, 6))) == []
+    assert list(resharding._differences(file, "w", (2, 6))) == []
     tools_universal.transpose_gpt2(tmp_path, linear=True)
     assert torch.load(file, weights_only=True)[PARAM].shape == (6, 2)

@@ -154,7 +154,7 @@ def train_islands(place: Place) -> Found:
 
 def train_elastic(place: Place) -> Found:
     """Train an island of two ranks that exchanges in rounds, alone, and copy the anchor that others would take."""
-    from deepspeed_compress.local_sgd.coordinator.server import island_server
+    from deepspeed_compress.local_sgd.coordinator.coordinator import island_server
 
     with _served(partial(island_server, None, "127.0.0.1", 0)) as address:
         elastic = {"rendezvous": address, "minimum": 1, "timeout": "5 s", "give_up": "20 s"}

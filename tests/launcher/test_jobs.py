@@ -233,21 +233,6 @@ def test_checkpoints_of_another_job_are_refused_without_a_restart(tmp_path):
     assert not [one for one in records(directory) if one.get("first")]
 
 
-@pytest.mark.slow
-def test_two_jobs_of_one_user_do_not_interfere(tmp_path):
-    directories = [place(tmp_path / name) for name in ("one", "two")]
-    hold(directories[0], 5)
-    jobs = [Job(command(one, steps=STEPS), one / "log", **SLOWLY) for one in directories]
-    with jobs[0], jobs[1]:
-        kill_held(directories[0], jobs[0], 1, 5)
-        assert [job.wait() for job in jobs] == [0, 0], "".join(job.log for job in jobs)
-    one, two = (starts(directory, 0)[0]["env"] for directory in directories)
-    for name in ("MASTER_PORT", "DS_COMPRESS_AGENT", "DS_COMPRESS_MEMORY_DIR"):
-        assert one[name] != two[name]
-    assert result(directories[0]) == result(directories[1])
-    assert len(starts(directories[1], 0)) == 1
-
-
 def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str]:
     return command(directory, "--hosts", "2", "--rendezvous", f"127.0.0.1:{port}", *options, steps=STEPS, ranks=ranks)
 

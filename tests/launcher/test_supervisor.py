@@ -3,8 +3,7 @@
 import pytest
 
 from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
-from deepspeed_compress.launcher.job_state import EQUAL_FAILURES, JobOptions
-from deepspeed_compress.launcher.placement import Host, Placement, place, size_problem
+from deepspeed_compress.launcher.placement import Host, JobOptions, Placement, place, size_problem
 from deepspeed_compress.launcher.supervisor import LOST_AFTER, Supervisor
 
 
@@ -288,14 +287,6 @@ def test_equal_failures_without_a_new_step_end_the_job():
     )
 
 
-def test_equal_failures_before_the_first_step_end_the_job_if_no_slot_is_left():
-    job = Job(restarts=9, size_problem=lambda ranks: "no")
-    job.join("1")
-    for _ in range(EQUAL_FAILURES):
-        job.fail_alone(slot=1)
-    assert job.last("1")["kind"] == "over"
-
-
 @pytest.mark.parametrize(
     "failures",
     [
@@ -313,43 +304,6 @@ def test_failures_that_differ_use_restarts(failures):
     for steps, code in failures:
         job.fail_alone(steps=steps, code=code)
         assert job.last("1")["kind"] == "start"
-
-
-def test_failing_slots_are_dropped_before_the_job_ends():
-    job = Job(restarts=9)
-    job.join("1", slots=3)
-    for slots in ([0, 1], [0, 2]):
-        for _ in range(3):
-            assert job.last("1")["slots"] == slots
-            job.fail_alone(slot=slots[1])
-    assert job.last("1")["slots"] == [0], "fewer ranks can train, so the job continues with them"
-    for _ in range(3):
-        assert job.last("1")["kind"] == "start"
-        job.fail_alone()
-    assert job.last("1")["kind"] == "over"
-
-
-def test_counting_of_equal_failures_restarts_when_hosts_change():
-    job = Job(hosts=2, restarts=9)
-    job.join("1")
-    job.join("2")
-
-    def fail():
-        job.fail("1", steps=7, code=1)
-        job.stopped("1", "2", steps=7)
-
-    fail()
-    fail()
-    job.join("3")
-    fail()
-    assert job.last("1")["kind"] == "start"
-    job.supervisor.disconnect("3", job.now)
-    fail()
-    assert job.last("1")["kind"] == "start"
-    fail()
-    assert job.last("1")["kind"] == "start"
-    fail()
-    assert job.last("1")["kind"] == "over"
 
 
 def test_a_rank_that_raises_because_another_was_killed_uses_restarts():

@@ -1,10 +1,6 @@
 """Asynchronous islands of one rank as threads, with a real parameter server that may be killed."""
 
 import contextlib
-import os
-import resource
-import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,18 +16,17 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.exchange import move_anchor
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
-from deepspeed_compress.local_sgd.parameter_server import service
-from deepspeed_compress.local_sgd.parameter_server.client import KEPT, PARAMETER_SERVER, PushClient
-from deepspeed_compress.local_sgd.parameter_server.server import Server
-from deepspeed_compress.local_sgd.parameter_server.service import CHECK_INTERVAL, Room
+from deepspeed_compress.local_sgd.parameter_server import server as server_module
+from deepspeed_compress.local_sgd.parameter_server.client import KEPT, PushClient
+from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
+from deepspeed_compress.local_sgd.parameter_server.server import Server, Service
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
-from deepspeed_compress.local_sgd.strategy import ExchangeResult
+from deepspeed_compress.local_sgd.parameter_server.store import tensors_of
+from deepspeed_compress.local_sgd.strategy import ExchangeResult, IslandRanks
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.frames import encode
 from tests.support.coordinators import parameter_server
 from tests.support.islands import EXACT, INT4, NUMEL, Weights, context_of
 from tests.support.transport import until
@@ -280,7 +275,7 @@ def crashed(state: Path, server: Server) -> Path:
 @pytest.fixture
 def rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save calls only at the end of a server."""
-    monkeypatch.setattr(service, "SAVE_INTERVAL", 1e9)
+    monkeypatch.setattr(server_module, "SAVE_INTERVAL", 1e9)
 
 
 @pytest.mark.usefixtures("rarely")
@@ -300,10 +295,10 @@ def test_pushes_after_the_last_snapshot_are_sent_again_after_a_crash(tmp_path: P
         assert again.service.store.records.pushes == 3
         # The server's record of what the island holds has no part in answers that the island did not read.
         assert torch.equal(island.weights.values, again.service.store.places[0].anchor)
-        with contextlib.closing(service.Service(Snapshot(state), print)) as undisturbed, transport(again) as caller:
+        with contextlib.closing(Service(Snapshot(state), print)) as undisturbed, transport(again) as caller:
             head, body = island.client._kept[-1]
             assert undisturbed.handle(head, body, caller)[0]["kind"] == "taken"
-            bits = zip(*(one.store.tensors().values() for one in (undisturbed, again.service)), strict=True)
+            bits = zip(*(tensors_of(one.store.places).values() for one in (undisturbed, again.service)), strict=True)
             assert all(torch.equal(a, b) for a, b in bits)
 
 
@@ -324,8 +319,8 @@ def test_islands_continue_after_a_crash_with_the_pushes_that_they_keep(tmp_path:
 
 
 def test_a_saved_call_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "SAVE_INTERVAL", 0.0)
-    monkeypatch.setattr(service, "SAVE_SHARE", 1e9)
+    monkeypatch.setattr(server_module, "SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr(server_module, "SAVE_SHARE", 1e9)
     with parameter_server(tmp_path / "state") as server:
         island = Island(section(server.port), goal=1.0)
         for _ in range(3):
@@ -367,16 +362,6 @@ def test_a_call_repeated_after_a_lost_answer_has_one_effect(server: Server) -> N
     assert torch.equal(server.service.store.places[0].anchor, anchor)
 
 
-def test_a_non_finite_push_is_dropped(server: Server) -> None:
-    island = Island(section(server.port))
-    island.step()
-    before = server.service.store.places[0].anchor.clone()
-    head = island.exchange._head("push", samples=SAMPLES)
-    found, _ = island.client.ask(head, torch.full((NUMEL,), float("inf")).numpy().tobytes())
-    assert found["kind"] == "dropped"
-    assert torch.equal(server.service.store.places[0].anchor, before)
-
-
 def test_a_push_whose_answer_failed_is_applied_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     island, answer, failed = Island(section(server.port), goal=1.0), server.service.store.answer, []
 
@@ -393,32 +378,22 @@ def test_a_push_whose_answer_failed_is_applied_once(server: Server, monkeypatch:
     assert server.service.store.records.version == version + 1
 
 
-def test_a_connected_island_is_remembered_however_many_join() -> None:
-    with parameter_server(room=Room(islands=3, quiet=0.0)) as server:
-        first = Island(section(server.port), goal=1.0)
-        first.step()
-        # Island 0 has been silent for longer than all others, but it is connected.
-        for number in range(1, 8):
-            late = Island(section(server.port))
-            assert late.exchange.number == number
-            late.client.close()
-            until(lambda: connected(server) == [0])
-        assert 0 in server.service.store.records.islands
-        assert len(server.service.store.records.islands) == 3
-        assert first.step().kind == "exchange"
-
-
-def test_too_many_islands_are_refused_until_one_leaves() -> None:
-    with parameter_server(room=Room(islands=2)) as server:
-        islands = [Island(section(server.port)) for _ in range(2)]
-        # This island is not connected but still known, because it has not left and may return.
-        islands[0].client._hang_up()
-        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); stop some of them"):
-            Island(section(server.port))
-        islands[1].exchange.leave()
-        assert Island(section(server.port)).exchange.number == 2
-        assert islands[0].step().kind == "exchange"
-        assert set(server.service.store.records.islands) == {0, 2}
+def test_islands_that_are_not_connected_are_forgotten_when_too_many_join(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "MOST_ISLANDS", 2)
+    first = Island(section(server.port), goal=1.0)
+    first.step()
+    for number in range(1, 4):
+        late = Island(section(server.port))
+        assert late.exchange.number == number
+        late.client.close()
+        until(lambda: connected(server) == [0])
+    assert set(server.service.store.records.islands) == {0, 3}
+    assert first.step().kind == "exchange"
+    Island(section(server.port))
+    with pytest.raises(ConfigError, match=r"2 islands are connected \(allowed: 2\); stop some of them"):
+        Island(section(server.port))
 
 
 def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server) -> None:
@@ -432,7 +407,7 @@ def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server
     second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())
     second.exchange.resume(saved, 1, SAMPLES)
     assert second.exchange.number == first.exchange.number
-    with pytest.raises(ConfigError, match="another process has entered or resumed island 0"):
+    with pytest.raises(ConfigError, match="island 0 has left, or another process has entered or resumed it"):
         first.step()
     second.samples = SAMPLES
     assert second.step().kind == "exchange"
@@ -455,51 +430,6 @@ class Disagreeing(IslandRanks):
 
     def all_true(self, value: bool) -> bool:
         return False
-
-
-def two_ranks(server: Server) -> list[PushClient]:
-    """Return the clients of an island of two ranks that have made a call together."""
-    clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 60.0) for _ in range(2)]
-    head, _ = clients[0].ask(
-        {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
-    )
-    own = {name: head[name] for name in ("run", "number", "token")}
-    answers = []
-    for place, client in enumerate(clients):
-        answers.append(client.start({"kind": "fresh", **own, "place": place, "call": 1}))
-        if not place:
-            # The first rank waits for the second one. The server checks its connection meanwhile.
-            time.sleep(2 * CHECK_INTERVAL)
-    assert [one.result(60)[0]["kind"] for one in answers] == ["found", "found"]
-    return clients
-
-
-def test_ranks_wait_for_each_other_with_file_descriptors_above_1023(server: Server) -> None:
-    """For file descriptors above 1,023, select(2) fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    with socket.socket() as some, contextlib.ExitStack() as stack:
-        while (number := os.dup(some.fileno())) < 1100:
-            stack.callback(os.close, number)
-        stack.callback(os.close, number)
-        for client in two_ranks(server):
-            client.close()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_stopping_a_server_does_not_wait_for_clients() -> None:
-    with parameter_server() as server, contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-            stack.enter_context(transport(server))
-        for client in two_ranks(server):
-            stack.callback(client.close)
-        half = stack.enter_context(transport(server))
-        half._write(memoryview(encode({"kind": "push"}, 0)[:20]))
-        begun = time.monotonic()
-        server.stop()
-        until(lambda: server.service._file is None and server._server._listener.fileno() < 0)
-        assert time.monotonic() - begun < 15
 
 
 def transport(server: Server) -> Connection:

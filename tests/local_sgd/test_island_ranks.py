@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_compress.errors import CompressError, ConfigError, IslandError
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks, LeaderDecision, SyncInterval
+from deepspeed_compress.local_sgd.strategy import IslandRanks, LeaderDecision, SyncInterval
 from tests.support.forks import run_forks
 
 

@@ -18,11 +18,9 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver, open
 from deepspeed_compress.rollout.served_store import ServedStore
 from deepspeed_compress.rollout.store_server import LIMITS, STORE, StoreServer
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import Connection, Limits, encode
 from deepspeed_compress.transport.credentials import Credentials, Secret, Tls
 from deepspeed_compress.transport.errors import AuthenticationError
-from deepspeed_compress.transport.frames import encode
-from deepspeed_compress.transport.limits import Limits
 from tests.support.transport import CREDENTIALS, make_certificates, until
 
 KEY = CREDENTIALS.secret.key

@@ -3,8 +3,7 @@
 import random
 from pathlib import Path
 
-from deepspeed_compress.checkpointing.catalog import LATEST
-from deepspeed_compress.checkpointing.completeness import Save, digest
+from deepspeed_compress.checkpointing.completeness import LATEST, Save, digest
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 
 WORLD = 2

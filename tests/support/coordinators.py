@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
 from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
-from deepspeed_compress.local_sgd.parameter_server.service import DEFAULT_ROOM, Room
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from deepspeed_compress.transport.machine_server import MachineServer
 from tests.support.leftovers import own_port
@@ -23,9 +22,9 @@ def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def parameter_server(state: Path | None = None, port: int = 0, room: Room = DEFAULT_ROOM) -> Iterator[ParameterServer]:
+def parameter_server(state: Path | None = None, port: int = 0) -> Iterator[ParameterServer]:
     """Run a parameter server, and yield it."""
-    server = ParameterServer(Snapshot(state) if state is not None else None, "127.0.0.1", port, room=room)
+    server = ParameterServer(Snapshot(state) if state is not None else None, "127.0.0.1", port)
     with serving(server):
         yield server
 

@@ -11,17 +11,14 @@ import json
 import random
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from deepspeed_compress.transport.client import connect, parse_address
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import HEADER, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.frames import HEADER
-from deepspeed_compress.transport.limits import Limits
 from tests.support.mutations import change
 
 Message = Mapping[str, Any]
@@ -165,13 +162,3 @@ def _series(rng: random.Random, templates: Sequence[Message], most: int) -> Iter
         yield _frame(json.dumps(template).encode())
     for _ in range(min(most, rng.randrange(1, 20))):
         yield frames_of(rng, templates)
-
-
-def flood(connection: Connection, frame: bytes, seconds: float) -> int:
-    """Send `frame` for `seconds` as fast as possible, without reading answers. Return how many were sent."""
-    end, sent = time.monotonic() + seconds, 0
-    with contextlib.suppress(OSError):
-        while time.monotonic() < end:
-            connection.send_encoded(frame)
-            sent += 1
-    return sent

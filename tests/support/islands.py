@@ -12,9 +12,8 @@ from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
 from deepspeed_compress.local_sgd.round_peers import group_of_one
-from deepspeed_compress.local_sgd.strategy import ExchangeContext
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, IslandRanks
 from deepspeed_compress.monitor import Meter
 
 NUMEL = 700

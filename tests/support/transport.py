@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials, Secret
-from deepspeed_compress.transport.limits import DEFAULT_BOUNDS, DEFAULT_LIMITS, Bounds, Limits
-from deepspeed_compress.transport.server import Server
+from deepspeed_compress.transport.server import DEFAULT_BOUNDS, Bounds, Server
 
 SERVICE = "echo"
 CREDENTIALS = Credentials(Secret(b"a secret of the tests of the transport", "the tests"))

@@ -5,8 +5,8 @@ import string
 
 import pytest
 
+from deepspeed_compress.transport.connection import HEADER, decode, encode, sizes
 from deepspeed_compress.transport.errors import ProtocolError
-from deepspeed_compress.transport.frames import HEADER, decode, encode, sizes
 
 
 def nested(levels: int) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from deepspeed_compress.transport.client import connect, parse_address
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import DEFAULT_LIMITS, HEADER, Connection, Limits, encode
 from deepspeed_compress.transport.credentials import Credentials, Secret, Tls
 from deepspeed_compress.transport.errors import (
     AuthenticationError,
@@ -20,10 +20,8 @@ from deepspeed_compress.transport.errors import (
     OtherServiceError,
     ServerBusyError,
 )
-from deepspeed_compress.transport.frames import HEADER, encode
-from deepspeed_compress.transport.limits import DEFAULT_LIMITS, Bounds, Limits
 from deepspeed_compress.transport.machine_server import SendQueue
-from deepspeed_compress.transport.server import Server
+from deepspeed_compress.transport.server import Bounds, Server
 from tests.support.transport import CREDENTIALS, SERVICE, connected, make_certificates, serving, unauthenticated, until
 
 MEGABYTE = 1 << 20
@@ -47,23 +45,6 @@ def test_frames_arrive_complete_in_both_directions() -> None:
         assert (memory, there.left) == (b"abcd", 2)
         there.send({"kind": "z"})
         assert there.receive(60) == {"kind": "z"}, "the unread rest of a body is dropped"
-
-
-def test_a_connection_survives_a_receive_timeout() -> None:
-    with serving() as server, connected(server) as there:
-        assert there.receive(0.05) is None
-        there.send({"kind": "x"})
-        assert there.receive(60) == {"kind": "x"}
-
-
-def test_arrived_returns_all_waiting_messages() -> None:
-    with serving() as server, connected(server) as there:
-        assert there.arrived(0.01) == []
-        for number in range(3):
-            there.send({"kind": "x", "number": number})
-        found: list[int] = []
-        until(lambda: bool(found.extend(one["number"] for one in there.arrived(0.1)) or len(found) == 3))
-        assert found == [0, 1, 2]
 
 
 @pytest.mark.parametrize("tampered", [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(b"DSCF", 2**32 - 1, 0), b"\0" * 500])
@@ -101,26 +82,6 @@ def test_an_incomplete_frame_times_out() -> None:
             there.receive(60)
         assert 0.2 < time.monotonic() - begun < DEFAULT_LIMITS.patience / 2
         there.close()
-
-
-def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head() -> None:
-    with serving(limits=Limits(patience=0.5)) as server:
-        there = connected(server)
-        begun, frame = time.monotonic(), encode({"kind": "x" * 500})
-        with pytest.raises(OSError, match=ENDED):
-            trickle(there, frame)
-        assert time.monotonic() - begun < PAUSE * len(frame)
-        there.close()
-
-
-PAUSE = 0.05
-"""Seconds between two bytes of a client that sends slowly."""
-
-
-def trickle(connection: Connection, data: bytes) -> None:
-    for byte in data:
-        connection._channel.write(memoryview(bytes([byte])), time.monotonic() + 60)
-        time.sleep(PAUSE)
 
 
 def test_a_write_times_out_if_the_other_side_does_not_read() -> None:
@@ -167,15 +128,6 @@ def test_clients_learn_of_another_service_and_of_a_full_server() -> None:
             connected(server)
         until(lambda: server.connections == 0)
         connected(server).close()
-
-
-def test_connecting_to_a_silent_listener_times_out() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        begun = time.monotonic()
-        with pytest.raises(TimeoutError):
-            connect(f"127.0.0.1:{port}", SERVICE, CREDENTIALS, timeout=0.2)
-        assert time.monotonic() - begun < 5, "the default timeout"
 
 
 @pytest.mark.slow
@@ -409,15 +361,6 @@ def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
             there.send({"kind": "x"})
             assert there.receive(60) == {"kind": "x"}
     with serving() as server, pytest.raises(OSError, match=r"only one side uses TLS, or|TLS failed"):
-        connected(server, member)
-
-
-def test_both_sides_check_the_authority(tmp_path) -> None:
-    """A client refuses a server whose certificate is from another authority."""
-    files = make_certificates(tmp_path)
-    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
-    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
-    with serving(credentials=elsewhere) as server, pytest.raises(AuthenticationError, match="one authority"):
         connected(server, member)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.checkpointing.catalog import LATEST
-from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
+from deepspeed_compress.checkpointing.completeness import LATEST
+from deepspeed_compress.checkpointing.deepspeed.resharding import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_latest
 from deepspeed_compress.session.engine import BackgroundCheckpoints

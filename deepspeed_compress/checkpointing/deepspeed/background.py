@@ -18,16 +18,14 @@ from deepspeed.utils import logger
 
 from deepspeed_compress.backends.deepspeed.groups import destroy_groups
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
-from deepspeed_compress.checkpointing.catalog import is_complete
-from deepspeed_compress.checkpointing.completeness import Save
+from deepspeed_compress.checkpointing.completeness import Save, is_complete
 from deepspeed_compress.checkpointing.deepspeed.engine_files import EngineFiles, OpenCheckpoint, check_saving
 from deepspeed_compress.checkpointing.deepspeed.exclusive import ExclusiveDirectory, start_of_all
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, find_newest_step
-from deepspeed_compress.checkpointing.deepspeed.side_stream import copies_for_device
-from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue, copies_for_device
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried
@@ -313,8 +311,7 @@ class BackgroundSaving(Participant):
         if host is not None:
             # No directory has the files of all ranks, so no writer waits for those of the others.
             return host.task(Task(directory, save, self._rank, NOTHING, False, patience))
-        publishes = self._rank == 0
-        return Task(directory, save, self._rank, NOTHING, publishes, patience, keep, ended=self._disk.agreed)
+        return Task(directory, save, self._rank, NOTHING, self._rank == 0, patience, keep)
 
 
 def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:

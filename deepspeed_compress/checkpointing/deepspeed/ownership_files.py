@@ -113,13 +113,13 @@ class _Files:
         ]
         base = dict(state[constants.BASE_OPTIMIZER_STATE])
         base["state"] = {
-            index: self._moved_states(values, index, moves[index]) for index, values in sorted(base["state"].items())
+            index: {
+                name: self._moved_state(name, value, self._shares[index], moves[index])
+                for name, value in values.items()
+            }
+            for index, values in sorted(base["state"].items())
         }
         return {**state, constants.SINGLE_PARTITION_OF_FP32_GROUPS: masters, constants.BASE_OPTIMIZER_STATE: base}
-
-    def _moved_states(self, values: Mapping[str, Any], index: int, move: Move) -> dict[str, Any]:
-        share = self._shares[index]
-        return {name: self._moved_state(name, value, share, move) for name, value in values.items()}
 
     def _moved_state(self, name: str, value: Any, share: int, move: Move) -> Any:
         if not isinstance(value, Tensor) or value.numel() == 1:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,33 +14,6 @@ from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import CompressWarning, StateError
-
-
-@dataclass
-class Agreement:
-    """Maximum over all ranks of `group` of some numbers, which is asked for in one step and available in the next.
-
-    Attributes:
-        group: the ranks.
-        numbers: the numbers of this rank, and their maxima after `finish`; int64.
-        work: the pending all-reduce; None if none is.
-    """
-
-    group: ProcessGroup
-    numbers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    work: dist.Work | None = None
-
-    def begin(self, *numbers: int) -> None:
-        """Start an agreement on `numbers`. Collective; only one may be pending."""
-        self.numbers = torch.tensor(numbers, dtype=torch.int64)
-        self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def finish(self) -> list[int]:
-        """Wait, and return the maximum of each number over all ranks. `begin` must have been called."""
-        assert self.work is not None, "no agreement is pending"
-        self.work.wait()
-        self.work = None
-        return [int(number) for number in self.numbers]
 
 
 class Progress:
@@ -69,7 +41,10 @@ class Progress:
         self.is_leaving = False
         """True if any rank has received SIGTERM."""
         self._queues, self._memory, self._sigterm, self._stops = queues, memory, sigterm, stops
-        self._agreement, self._rank = Agreement(group), group.rank()
+        self._group, self._rank = group, group.rank()
+        self._numbers = torch.zeros(0, dtype=torch.int64)
+        self._agreement: dist.Work | None = None
+        """Pending maximum of the numbers over all ranks, which is available in the next step; None if none is."""
 
     def process_answers(self) -> None:
         """Process the answers of a pending agreement, and the messages of this rank's writer processes.
@@ -77,8 +52,8 @@ class Progress:
         Raises:
             StateError: a rank could not write, and `stops`. Raised on all ranks; otherwise a CompressWarning is issued.
         """
-        if self._agreement.work is not None:
-            self._apply(*self._agreement.finish())
+        if self._agreement is not None:
+            self._apply(*self._finish_agreement())
         for queue in self._queues:
             queue.collect(wait=False)
         self._warn_of_notices()
@@ -95,9 +70,10 @@ class Progress:
         for queue in self._queues:
             queue.finish()
         self._warn_of_notices()
-        self._drop_agreement()
+        if self._agreement is not None:
+            self._finish_agreement()
         self._ask()
-        self._apply(*self._agreement.finish())
+        self._apply(*self._finish_agreement())
 
     def close(self) -> None:
         """Wait until this rank has written everything, and warn of failed writes to disk.
@@ -108,7 +84,8 @@ class Progress:
             queue.close()
         self._warn_of_notices()
         with suppress(RuntimeError):
-            self._drop_agreement()
+            if self._agreement is not None:
+                self._finish_agreement()
         for failure in self._queues[0].take_failures():
             warnings.warn(self._description(failure), CompressWarning, stacklevel=3)
 
@@ -118,15 +95,20 @@ class Progress:
                 text = f"the new checkpoint is complete, but old ones could not be removed: {notice}"
                 warnings.warn(text, CompressWarning, stacklevel=4)
 
-    def _drop_agreement(self) -> None:
-        if self._agreement.work is not None:
-            self._agreement.finish()
+    def _finish_agreement(self) -> list[int]:
+        """Wait for the pending agreement, and return the maximum of each number over all ranks."""
+        assert self._agreement is not None, "no agreement is pending"
+        self._agreement.wait()
+        self._agreement = None
+        return [int(number) for number in self._numbers]
 
     def _ask(self) -> None:
         queues = [(not self._rank and queue.interval.has_passed(), -queue.ended) for queue in self._queues]
         failed = any(queue.failed for queue in self._queues)
         asked = self._sigterm is not None and self._sigterm.received
-        self._agreement.begin(asked, failed, -self._queues[-1].copied, *(number for one in queues for number in one))
+        numbers = (asked, failed, -self._queues[-1].copied, *(number for one in queues for number in one))
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        self._agreement = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _apply(self, leaves: int, failed: int, copied: int, *queues: int) -> None:
         self.is_leaving |= bool(leaves)
@@ -140,7 +122,7 @@ class Progress:
     def _report(self) -> None:
         """Report, on all ranks, what failed on any. Collective."""
         own = [(failure, self._description(failure)) for queue in self._queues for failure in queue.take_failures()]
-        found = [failure for some in gather_objects(own, self._agreement.group) for failure in some]
+        found = [failure for some in gather_objects(own, self._group) for failure in some]
         news = [text for failure, text in found if self._is_new(failure)]
         if news and self._stops:
             raise StateError("; ".join(news))

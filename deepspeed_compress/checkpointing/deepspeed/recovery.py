@@ -204,70 +204,46 @@ def _fetch(
 
 
 def _pass_on(missing: Missing, place: Path, memory: HostMemory) -> str:
-    """Transfer one file between the leaders that take part.
+    """Send one file from the leader that has it to each that lacks it.
 
     A leader that cannot read or write the file still takes part in the communication, and returns the problem.
     """
     hosts, file, (size, sha256) = memory.hosts, place / missing.name, missing.listed.files[missing.name]
-    way = _Way(hosts.leaders[missing.source], [hosts.leaders[host] for host in missing.needed_by], memory.leaders)
     if hosts.here == missing.source:
-        return way.send(file, size)
+        return _send(file, size, [hosts.leaders[host] for host in missing.needed_by], memory.leaders)
     if hosts.here not in missing.needed_by:
-        # A broadcast involves all leaders.
-        way.drop(size)
         return ""
-    chunks = way.chunks(size)
+    chunks = _receive(size, hosts.leaders[missing.source], memory.leaders)
     try:
         place.mkdir(exist_ok=True)
         write_checked(chunks, file, sha256)
     except (OSError, StateError) as error:
         return f"{file}: {error}"
     finally:
-        _exhaust(chunks)
+        for _ in chunks:
+            pass
     return ""
 
 
-def _exhaust(chunks: Iterator[bytes]) -> None:
-    for _ in chunks:
-        pass
+def _send(file: Path, size: int, ranks: list[int], group: ProcessGroup) -> str:
+    """Send the file to `ranks`, and return what is wrong with it.
+
+    If it cannot be read, zeros are sent in its place; they do not match the digest.
+    """
+    problem = ""
+    try:
+        content = torch.from_file(str(file), size=size, dtype=torch.uint8) if size else torch.empty(0)
+    except RuntimeError as error:
+        content, problem = torch.zeros(size, dtype=torch.uint8), f"{file}: {error}"
+    for chunk in torch.split(content, _CHUNK) if size else ():
+        for rank in ranks:
+            dist.send(chunk, dst=rank, group=group)
+    return problem
 
 
-@dataclass(frozen=True)
-class _Way:
-    """Transfer of a file from rank `source` to one rank, or by broadcast in `group` if several ranks need it."""
-
-    source: int
-    needed_by: list[int]
-    group: ProcessGroup
-
-    def send(self, file: Path, size: int) -> str:
-        """Send the file, and return what is wrong with it.
-
-        If it cannot be read, zeros are sent in its place; they do not match the digest.
-        """
-        problem = ""
-        try:
-            content = torch.from_file(str(file), size=size, dtype=torch.uint8) if size else torch.empty(0)
-        except RuntimeError as error:
-            content, problem = torch.zeros(size, dtype=torch.uint8), f"{file}: {error}"
-        for chunk in torch.split(content, _CHUNK) if size else ():
-            if len(self.needed_by) > 1:
-                dist.broadcast(chunk, src=self.source, group=self.group)
-            else:
-                dist.send(chunk, dst=self.needed_by[0], group=self.group)
-        return problem
-
-    def chunks(self, size: int) -> Iterator[bytes]:
-        """Yield the chunks of the file as they are received."""
-        for begin in range(0, size, _CHUNK):
-            chunk = torch.empty(min(_CHUNK, size - begin), dtype=torch.uint8)
-            if len(self.needed_by) > 1:
-                dist.broadcast(chunk, src=self.source, group=self.group)
-            else:
-                dist.recv(chunk, src=self.source, group=self.group)
-            yield chunk.numpy().tobytes()
-
-    def drop(self, size: int) -> None:
-        """Receive and discard a broadcast file that this host does not need."""
-        if len(self.needed_by) > 1:
-            _exhaust(self.chunks(size))
+def _receive(size: int, source: int, group: ProcessGroup) -> Iterator[bytes]:
+    """Yield the chunks of a file as they are received from the rank `source`."""
+    for begin in range(0, size, _CHUNK):
+        chunk = torch.empty(min(_CHUNK, size - begin), dtype=torch.uint8)
+        dist.recv(chunk, src=source, group=group)
+        yield chunk.numpy().tobytes()

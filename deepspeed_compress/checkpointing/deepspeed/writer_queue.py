@@ -1,11 +1,19 @@
-"""Pending checkpoints of this rank for one destination: when they are due, their writer process, and its results."""
+"""Pending checkpoints of this rank for one destination: when they are due, their writer process, and its results.
+
+Snapshots are copied from a GPU on a separate stream, for which neither the host nor training waits.
+"""
 
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deepspeed_compress.checkpointing.deepspeed.side_stream import make_memory
-from deepspeed_compress.checkpointing.snapshot import Memory
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_compress.checkpointing.snapshot import Copies, HostCopies, Memory
 from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer
 from deepspeed_compress.config.numbers import seconds
 
@@ -186,3 +194,47 @@ class WriterQueue:
         self._sent = self._sent[len(lost) :]
         for task, memory in self._used:
             self.send(replace(task, problem=died), memory)
+
+
+def copies_for_device() -> Copies:
+    """Return the kind of copies with which snapshots are taken from this process's accelerator."""
+    accelerator = get_accelerator()
+    return HostCopies() if accelerator.is_synchronized_device() else StreamCopies(accelerator.Stream())
+
+
+def make_memory() -> Memory:
+    """Return snapshot memory, pinned on CUDA. Without pinning, copies are correct but slower."""
+    if get_accelerator().device_name() != "cuda":
+        return Memory()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return Memory(
+        pin=lambda memory: runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0),
+        unpin=lambda memory: runtime.cudaHostUnregister(memory.data_ptr()),
+    )
+
+
+class StreamCopies:
+    """Copies on a separate stream.
+
+    `stream` waits for the current stream's earlier work, and the current stream's later work waits for the copies.
+    Sources are kept alive until `finish`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._read: list[Tensor] = []
+
+    def begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Start the copies: pairs of (host target, device source)."""
+        self._stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                self._read.append(source)
+        # Otherwise the program could change the sources, or the allocator reuse them, before they are read.
+        get_accelerator().current_stream().wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait on the host for the copies, and release the sources."""
+        self._stream.synchronize()
+        self._read.clear()

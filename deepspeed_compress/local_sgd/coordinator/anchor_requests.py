@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from deepspeed_compress.local_sgd.coordinator.membership import Membership
+from deepspeed_compress.local_sgd.coordinator.membership import Membership, absent_holders, too_few, too_few_loaded
 from deepspeed_compress.local_sgd.coordinator.messages import Claim
-from deepspeed_compress.local_sgd.coordinator.reasons import absent_holders, too_few, too_few_loaded
 from deepspeed_compress.local_sgd.coordinator.records import Island
 from deepspeed_compress.transport.messages import Fields
 

@@ -17,10 +17,9 @@ from deepspeed_compress.local_sgd.coordinator.messages import (
     Round,
 )
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
-from deepspeed_compress.transport.limits import LARGE_HEAD, Limits
 
 _ANSWERS: Mapping[str, frozenset[str]] = {
     "arrive": frozenset({"round", "over", "anchor"}),

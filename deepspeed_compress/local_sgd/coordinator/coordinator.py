@@ -1,4 +1,4 @@
-"""Coordinator of islands as a pure state machine, without sockets or a clock.
+"""Coordinator of islands: a pure state machine, without sockets or a clock, and its server.
 
 There is one coordinator, and it alone decides which islands take part in a round and whether the round is committed. So
 two groups of islands cannot both continue: an island that cannot reach the coordinator does not exchange. An outcome is
@@ -29,14 +29,29 @@ would otherwise continue with the islands that reach it.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from glob import escape
+from pathlib import Path
+from typing import Any, TextIO
 
+from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.local_sgd.coordinator.anchor_requests import AnchorRequests
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
-from deepspeed_compress.local_sgd.coordinator.messages import FROM_ISLANDS, Claim, Forget, Message, Ready, Vote
+from deepspeed_compress.local_sgd.coordinator.messages import (
+    COORDINATOR,
+    FROM_ISLANDS,
+    Claim,
+    Forget,
+    Message,
+    Ready,
+    Vote,
+)
 from deepspeed_compress.local_sgd.coordinator.records import Saved
 from deepspeed_compress.local_sgd.coordinator.rounds import Rounds
+from deepspeed_compress.safe_files import hold, sync_directory, write_text
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.machine_server import MachineServer, Service
 from deepspeed_compress.transport.messages import Fields
+from deepspeed_compress.transport.server import ignore
 
 
 class Coordinator:
@@ -165,3 +180,66 @@ class Coordinator:
     def _forget(self, name: str, forget: Forget, now: float) -> None:
         """Remove the named islands, except connected ones."""
         self.membership.known.remove({*forget.numbers} - self.membership.numbers())
+
+
+def hold_state(path: Path) -> TextIO:
+    """Lock the state file `path` of a server until the returned lock file is closed. Its directory is created.
+
+    Removes what servers that were killed have left of the file.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
+    file = hold(path.parent, f"{path.name}.lock")
+    if file is None:
+        raise ConfigError(f"--state {path}: another coordinator uses this file; stop it, or give another file")
+    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+        left.unlink(missing_ok=True)
+    return file
+
+
+class StateFile:
+    """File in which a coordinator keeps `Saved`. Only one coordinator may hold it.
+
+    Raises:
+        ConfigError: if another coordinator holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, hold_state(path)
+
+    def read(self) -> Saved | None:
+        """Return the state that the last coordinator left; None if there is none.
+
+        Raises:
+            StateError: if it is damaged.
+        """
+        try:
+            return Saved(**json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            self.close()
+            raise StateError(
+                f"--state {self._path}: the file is damaged, or was not written by a coordinator ({error!r}); give "
+                "another file"
+            ) from error
+
+    def write(self, text: str) -> None:
+        """Write `text`. It is on disk when this returns, as a whole or not at all."""
+        write_text(self._path, text, private=True)
+        sync_directory(self._path.parent)
+
+    def close(self) -> None:
+        """Release the file for another coordinator."""
+        self._lock.close()
+
+
+def island_server(
+    file: StateFile | None, host: str, port: int, report: Callable[[str], None] = ignore
+) -> MachineServer:
+    """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
+    saved = file.read() if file is not None else None
+    machine = Coordinator(saved or Saved(), came_back=saved is not None)
+    service = Service(COORDINATOR, "island", FROM_ISLANDS, frozenset({"forget"}))
+    return MachineServer(service, machine, file, host, port, report, Credentials.find())

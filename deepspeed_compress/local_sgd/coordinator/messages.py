@@ -7,7 +7,6 @@ coordinator answers `welcome`, `refused`, `anchor`, `round`, `over`, `outcome`, 
 island repeats unanswered requests after it has joined again, so every message may arrive twice.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -19,20 +18,12 @@ from deepspeed_compress.transport.messages import Address, Count, Fields, Messag
 Message = Mapping[str, Any]
 COORDINATOR = "coordinator"
 """Name of the service."""
-_LONGEST_TERMS = 1 << 16
-"""Largest size in bytes of the terms of an island, as JSON."""
 _RANKS = 1 << 16
 """Most ranks of an island, and most islands."""
 
 
 def _checked_terms(terms: dict[str, Any]) -> dict[str, Any]:
-    """Return `terms`. Raises ValueError if they are too long, contain NaN, or cannot be represented in JSON."""
-    try:
-        size = len(json.dumps(terms, ensure_ascii=False, allow_nan=False).encode())
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"terms are not JSON ({error})") from error
-    if size > _LONGEST_TERMS:
-        raise ValueError(f"terms have {size} bytes (allowed: up to {_LONGEST_TERMS})")
+    """Return `terms`. Raises ValueError if those that a coordinator uses are wrong."""
     timeout, minimum = terms.get("timeout", 1.0), terms.get("minimum", 1)
     if type(timeout) not in (int, float) or not 0 < timeout <= 1e9 or not math.isfinite(timeout):
         raise ValueError(f"timeout is {timeout!r} (allowed: seconds, more than 0 and up to 1e9)")

@@ -2,9 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 
-from deepspeed_compress.local_sgd.coordinator.membership import Membership
+from deepspeed_compress.local_sgd.coordinator.membership import (
+    Membership,
+    names_of,
+    not_returned,
+    too_few,
+    votes_missing,
+)
 from deepspeed_compress.local_sgd.coordinator.messages import Arrive, Outcome, Partner, Round, Vote, as_message
-from deepspeed_compress.local_sgd.coordinator.reasons import names_of, not_returned, too_few, votes_missing
 from deepspeed_compress.local_sgd.coordinator.records import Island, RunningRound
 
 TRIES = 2

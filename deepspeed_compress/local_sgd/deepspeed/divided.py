@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
-from deepspeed_compress.checkpointing.catalog import LATEST
+from deepspeed_compress.checkpointing.completeness import LATEST
 from deepspeed_compress.checkpointing.deepspeed.participants import (
     Loaded,
     LoadRequest,
@@ -58,7 +58,8 @@ def attach_islands(engine: Any, unit: IslandUnit, session: Session) -> Participa
     found = find_exchanged(engine, settings, session.parameters, SharedLayers(unit.tensor, unit.ranks, unit.whole))
     master_weights = found.master_weights
     check_equal_layouts(master_weights, unit)
-    _warn_of_unequal_rates(engine)
+    rates = rates_of(engine)
+    warn_of_unequal_rates(rates, gather_objects(rates)[0], "the first island")
     # No exchange sends untrained weights.
     copy_weights(found.untrained, engine.device, unit.peers)
     groups = Groups(unit.peers, downward=unit.downward)
@@ -83,12 +84,6 @@ def attach_islands(engine: Any, unit: IslandUnit, session: Session) -> Participa
     position = Position(unit.number, unit.count, unit.place, len(unit.ranks))
     session.join_islands(exchange)
     return _Files(unit, exchange, ExchangeFiles(engine, session.config, stores, position))
-
-
-def _warn_of_unequal_rates(engine: Any) -> None:
-    """Warn, on each rank whose learning rates differ from those of the first rank. Collective."""
-    every = gather_objects(rates_of(engine))
-    warn_of_unequal_rates(rates_of(engine), every[0], "the first island")
 
 
 def stay_apart(engine: Any, unit: IslandUnit) -> None:

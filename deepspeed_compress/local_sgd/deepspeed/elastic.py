@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
@@ -29,10 +29,10 @@ from deepspeed_compress.collectives.reducer import StepClock
 from deepspeed_compress.collectives.reduction import Groups, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.state_description import Position, read_description
-from deepspeed_compress.config import Elastic, Islands
+from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
-from deepspeed_compress.local_sgd.coordinator.client import status
-from deepspeed_compress.local_sgd.deepspeed.connecting import connect
+from deepspeed_compress.local_sgd.anchors import SharedAnchor
+from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import (
     ExchangedParameters,
     digest_parameters,
@@ -41,11 +41,13 @@ from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import (
 )
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
-from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, check_tag, first_file, take_for_island
-from deepspeed_compress.local_sgd.island_ranks import IslandRanks
+from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, check_tag, first_file
+from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, RoundConnections
+from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.local_sgd.round_peers import group_of_one
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, ExchangeStrategy, IslandRanks
 from deepspeed_compress.monitor import Event
+from deepspeed_compress.safe_files import hold
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import NOT_SAVED, check_save, result_on_all
 
@@ -116,6 +118,8 @@ class ElasticIsland(Participant):
         self._ranks = IslandRanks(_make_group(settings) if dist.get_world_size() > 1 else None)
         self.history: deque[ExchangeResult] = deque(maxlen=KEPT)
         self._scheduled, self._must_resume = 0, False
+        self._held: TextIO | None = None
+        """Lock of the directory in which this island has saved last."""
         tensor, stages = tensor_size(engine), stage_count(engine)
         layers = SharedLayers(tensor, range(dist.get_world_size()), None, stages, tied_copies(engine))
         found = find_exchanged(engine, settings, session.parameters, layers)
@@ -125,7 +129,7 @@ class ElasticIsland(Participant):
         self._context = ExchangeContext(settings, found.master_weights, alone, self._ranks, found.moments, recover)
         position = Position(0, 1, dist.get_rank(), dist.get_world_size())
         self._files = ExchangeFiles(engine, session.config, stores, position)
-        self.exchange = connect(self._context, self._terms(found), self._learning_rates)
+        self.exchange = _connect(self._context, self._terms(found), self._learning_rates)
 
     @property
     def number(self) -> int:
@@ -156,6 +160,9 @@ class ElasticIsland(Participant):
         """Leave the other islands, so that they do not wait for this one."""
         atexit.unregister(self.leave)
         self.exchange.leave()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
         """Call DeepSpeed's `deepspeed_io` with training data in an order that no other island has."""
@@ -193,7 +200,7 @@ class ElasticIsland(Participant):
         self.exchange.prepare_load()
         self._must_resume = True
         if request.load_lr_scheduler_states and not request.load_module_only:
-            self._learning_rates.ahead = self._saved_ahead(found)
+            self._learning_rates.ahead = self._ranks.run_on_first(_saved_ahead, found, self._engine.global_steps)
         else:
             self._learning_rates.ahead = self._scheduled - int(self._engine.global_steps)
         self._resume(self._load_state(found) if request.loads_states else None)
@@ -233,15 +240,23 @@ class ElasticIsland(Participant):
         self._session.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
 
     def _reserve_directory(self, directory: Path) -> None:
-        """Reserve `directory` for the checkpoints of this island.
+        """Reserve `directory` for the checkpoints of this island, until it saves in another one.
 
         Raises:
             StateError: another running island saves there. They would overwrite each other's files.
         """
-        own, others = self.exchange.describe(), _connected_islands(self._context.elastic) - {self.number}
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
         # If nothing can be written there, the checkpoint itself reports it.
         with suppress(OSError):
-            take_for_island(directory, own["run"], own["number"], others)
+            self._held = hold(directory)
+            if self._held is None:
+                raise StateError(
+                    f"another running job saves in {directory}, and this is island {self.number} (allowed: one "
+                    "directory per island); give save_checkpoint, or Trainer's output_dir, a different directory on "
+                    "every island"
+                )
 
     def _load_state(self, found: Loaded) -> Mapping[str, Any] | None:
         """Restore the residuals of a checkpoint, and return what `ExchangeStrategy.resume` needs. Collective.
@@ -264,10 +279,6 @@ class ElasticIsland(Participant):
         warnings.warn(f"{reset}: {found.place} was saved by islands of one job", CompressWarning, stacklevel=4)
         return None
 
-    def _saved_ahead(self, found: Loaded) -> int:
-        """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
-        return self._ranks.run_on_first(_ahead_in, found, self._engine.global_steps)
-
 
 class IslandSampler(DistributedSampler[Any]):
     """Sampler of `island`, whose order follows from the island's number. A loaded checkpoint may change that number.
@@ -288,6 +299,31 @@ class IslandSampler(DistributedSampler[Any]):
         return super().__iter__()
 
 
+def _connect(context: ExchangeContext, terms: Mapping[str, Any], rates: LearningRates) -> ExchangeStrategy:
+    """Return the exchange strategy that the configuration names, with its connections. Collective in the island.
+
+    Args:
+        context: the inputs of any strategy.
+        terms: the settings that must be equal in all islands.
+        rates: the learning rates of this island.
+    """
+    elastic, ranks = context.elastic, context.ranks
+    if elastic.parameter_server is not None:
+        pace = context.reduction.run.wait_to_send
+        client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace)
+        terms = {**terms, "max_staleness": elastic.parameter_server.max_staleness}
+        return AsynchronousExchange(context, client, terms, lambda: rates.step)
+    anchor = SharedAnchor(context, rates.published)
+    connections = RoundConnections(elastic, anchor)
+    try:
+        ranks.run_on_first(connections.join, terms, ranks.gather(connections.address))
+        return ElasticExchange(context, anchor, connections.client, on_leave=connections.close)
+    except BaseException:
+        # Only this rank can report it: otherwise the others would wait for an island that does not train.
+        connections.close()
+        raise
+
+
 def _make_group(settings: Islands) -> dist.ProcessGroup:
     """Return a group of the island's ranks, in which they wait while the first rank waits for other islands."""
     assert settings.elastic is not None, "made for elastic islands"
@@ -296,7 +332,8 @@ def _make_group(settings: Islands) -> dist.ProcessGroup:
     return group
 
 
-def _ahead_in(found: Loaded, step: int) -> int:
+def _saved_ahead(found: Loaded, step: int) -> int:
+    """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
     file = first_file(found.place)
     try:
         description = read_description(file)
@@ -305,14 +342,3 @@ def _ahead_in(found: Loaded, step: int) -> int:
     except StateError:
         # Reported before, or not a checkpoint of an island.
         return 0
-
-
-def _connected_islands(elastic: Elastic) -> set[int]:
-    """Return the numbers of the islands that are connected to the coordinator.
-
-    Empty if the coordinator is unreachable, so that saving continues without it.
-    """
-    try:
-        return {one["number"] for one in status(elastic.rendezvous)["islands"]}
-    except (OSError, ValueError, KeyError):
-        return set()

@@ -1,24 +1,18 @@
 """Learning rates of islands: what an island publishes with its anchor, and how an island that joins late catches up.
 
 Schedules count steps, so an island that joins late advances its own schedule by as many steps as the others have taken.
-With a schedule that is stepped by a metric (ReduceLROnPlateau), it takes over their state and rates instead. Then both
-have the same rates, unless their programs or configurations differ; a warning then shows both.
+Then both have the same rates, unless their programs or configurations differ; a warning then shows both.
 """
 
 import inspect
-import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
 _POINTER = "/deepspeed_compress/islands"
-_PROGRESS = frozenset(
-    {"last_epoch", "last_batch_iteration", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "lr_lambdas"}
-)
-"""Keys in a schedule's state that change as it advances, or that do not describe its settings."""
 
 
 def rates_of(engine: Any) -> list[float]:
@@ -55,13 +49,7 @@ class LearningRates:
 
     def update_snapshot(self) -> None:
         """Update the snapshot that `published` returns; a thread serves it, possibly in the middle of a step."""
-        scheduler = self._engine.lr_scheduler
-        self._published = {
-            "step": self.step,
-            "rates": rates_of(self._engine),
-            "schedule": type(scheduler).__name__,
-            "state": None if scheduler is None else _as_text(scheduler),
-        }
+        self._published = {"step": self.step, "rates": rates_of(self._engine)}
 
     def published(self) -> Mapping[str, Any]:
         """Return the state that a joining island needs to have the same rates."""
@@ -71,69 +59,21 @@ class LearningRates:
         """Advance the schedule to the step of the other islands, which published `metadata`.
 
         Raises:
-            UnsupportedError: the schedule is stepped by a metric, and the others do not have the same one.
+            UnsupportedError: the schedule is stepped by a metric (ReduceLROnPlateau), and the others are ahead.
         """
         ahead, scheduler = int(metadata.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
-        if scheduler is not None and ahead > self.ahead and _needs_metric(scheduler):
-            self._take_over(scheduler, metadata)
-        elif scheduler is not None:
+        is_level = ahead >= self.ahead
+        if scheduler is not None:
+            if ahead > self.ahead and _needs_metric(scheduler):
+                raise UnsupportedError(
+                    f"{_POINTER}/elastic: the schedule {type(scheduler).__name__} is stepped by a metric, so an island "
+                    "that joins late cannot follow the others (allowed: a schedule of steps); write one"
+                )
             _step(scheduler, ahead - self.ahead)
-        level = ahead >= self.ahead
         self.ahead = max(self.ahead, ahead)
-        if "rates" in metadata and level:
+        if "rates" in metadata and is_level:
             warn_of_unequal_rates(rates_of(self._engine), metadata["rates"], "the others")
-            self._warn_of_another_schedule(metadata)
         self.update_snapshot()
-
-    def _take_over(self, scheduler: Any, metadata: Mapping[str, Any]) -> None:
-        kind, state, rates = type(scheduler).__name__, _from_text(metadata.get("state")), metadata.get("rates", [])
-        groups = self._engine.optimizer.param_groups
-        if metadata.get("schedule") != kind or state is None or len(rates) != len(groups):
-            raise UnsupportedError(
-                f"{_POINTER}/elastic: the schedule {kind} is stepped by a metric, so an island that joins late cannot "
-                f"follow the others, which have {metadata.get('schedule', 'published no schedule')} (allowed: the same "
-                "schedule in all islands that exchange in rounds, or a schedule of steps); write one of these"
-            )
-        scheduler.load_state_dict(state)
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _warn_of_another_schedule(self, metadata: Mapping[str, Any]) -> None:
-        own, theirs = self._engine.lr_scheduler, _from_text(metadata.get("state")) or {}
-        kinds = (type(own).__name__, metadata.get("schedule"))
-        if own is None or not theirs or kinds[0] != kinds[1]:
-            return
-        texts = list(_differences(_from_text(_as_text(own)) or {}, theirs))
-        if texts:
-            text = f"{_POINTER}: {kinds[0]} of this island has {', '.join(texts)}; write the same in all islands"
-            warnings.warn(text, CompressWarning, stacklevel=2)
-
-
-def _differences(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings of two schedules that differ."""
-    for key in sorted({*own} & {*theirs} - _PROGRESS):
-        if not key.startswith("_") and own[key] != theirs[key]:
-            yield f"{key} {own[key]!r}, and that of the others {theirs[key]!r}"
-
-
-def _as_text(scheduler: Any) -> str | None:
-    """Return the state of `scheduler` as JSON; None if it is not plain data.
-
-    It is sent as a text, because it may hold infinity, which messages do not: the best metric before the first one.
-    """
-    try:
-        return json.dumps(scheduler.state_dict())
-    except (AttributeError, TypeError, ValueError):
-        return None
-
-
-def _from_text(text: Any) -> dict[str, Any] | None:
-    """Return the state that `_as_text` returned on another island; None if there is none or it is malformed."""
-    try:
-        state = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return state if isinstance(state, dict) else None
 
 
 def _needs_metric(scheduler: Any) -> bool:

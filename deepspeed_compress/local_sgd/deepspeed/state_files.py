@@ -1,12 +1,11 @@
-"""Files of an island: the state of its exchange, the tags of its checkpoints, and the directory that it owns.
+"""Files of an island: the state of its exchange, and the tags of its checkpoints.
 
 Each rank writes a pair of files next to the engine's (`state`). Tags are directories below the island's own directory.
 """
 
-import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,12 +18,9 @@ from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.state_description import Moment, Position
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError
-from deepspeed_compress.safe_files import locked, read_text, write_text
 from deepspeed_compress.session.state_files import Write, check_owners, check_save, result_on_all
 
 _STEM = "deepspeed_compress_islands"
-_ISLAND = "deepspeed_compress_island.json"
-"""File in a checkpoint directory that names the island to which it belongs."""
 
 
 def first_file(directory: Path) -> Path:
@@ -110,39 +106,3 @@ def check_tag(tag: str) -> None:
 def tag_of_file(file: str | Path, directory: str | Path) -> str:
     """Return the tag of the checkpoint in `directory` that contains `file`. A tag may have several parts."""
     return Path(file).parent.relative_to(directory).as_posix()
-
-
-def take_for_island(directory: Path, run: str | None, number: int, others: Collection[int]) -> None:
-    """Reserve `directory` for the checkpoints of island `number` of `run`.
-
-    Args:
-        directory: the directory of checkpoints; it is created if necessary.
-        run: the run of the islands.
-        number: the number of this island.
-        others: the numbers of the other islands that are running.
-
-    Raises:
-        StateError: the directory belongs to one of `others`. They would overwrite each other's files.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory):
-        owner = _island_of(directory / _ISLAND)
-        if owner.get("run") == run and owner["number"] in others:
-            raise StateError(
-                f"island {owner['number']} saves in {directory}, and this is island {number} (allowed: one "
-                "directory per island); give save_checkpoint, or Trainer's output_dir, a different directory on every "
-                "island"
-            )
-        write_text(directory / _ISLAND, json.dumps({"run": run, "number": number}))
-
-
-def _island_of(file: Path) -> Mapping[str, Any]:
-    """Return the run and number of the island in `file`.
-
-    Empty if the file is missing or unreadable; it is then rewritten.
-    """
-    try:
-        owner: dict[str, Any] = json.loads(read_text(file))
-        return {"run": owner["run"], "number": int(owner["number"])}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return {}

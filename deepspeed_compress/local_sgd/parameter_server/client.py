@@ -7,15 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from deepspeed_compress.errors import ConfigError, IslandError
+from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Buffer, Connection
+from deepspeed_compress.transport.connection import Buffer, Connection, Head, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
-from deepspeed_compress.transport.frames import Head
-from deepspeed_compress.transport.limits import Limits
 
-PARAMETER_SERVER = "parameter server"
-"""Name of the service."""
 LARGEST_BODY = 1 << 36
 """Largest size in bytes of the weights of one rank."""
 PAUSE = 0.2

@@ -18,8 +18,8 @@ from deepspeed_compress.collectives.reduction import Groups, ReductionContext, R
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import Islands, Outer
-from deepspeed_compress.local_sgd.framed_messages import FramedMessages
-from deepspeed_compress.local_sgd.parameter_server.calls import Slice
+from deepspeed_compress.local_sgd.exchange import FramedMessages
+from deepspeed_compress.local_sgd.parameter_server.messages import Slice
 from deepspeed_compress.local_sgd.round_peers import group_of_one
 from deepspeed_compress.monitor import Meter
 

@@ -5,7 +5,6 @@ a crash the server continues from it, and asks islands for the calls that it had
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.local_sgd.coordinator.server import lock_file, rename_durably
-from deepspeed_compress.local_sgd.parameter_server.records import Records
-from deepspeed_compress.local_sgd.parameter_server.store import Store
+from deepspeed_compress.local_sgd.coordinator.coordinator import hold_state
+from deepspeed_compress.local_sgd.parameter_server.store import Records, Store
+from deepspeed_compress.safe_files import replacing, sync_directory, temporary
 
 _RECORDS = "records"
 _DAMAGE = (OSError, SafetensorError, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
@@ -30,7 +29,7 @@ class Snapshot:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, lock_file(path)
+        self._path, self._lock = path, hold_state(path)
 
     def read(self) -> Store | None:
         """Return the store that was written last; None if there is none.
@@ -53,15 +52,13 @@ class Snapshot:
 
     def write(self, records: Records, tensors: Mapping[str, Tensor]) -> None:
         """Replace the file. Raises OSError if that is not possible; the file is then as it was."""
-        temporary = self._path.with_suffix(self._path.suffix + ".tmp")
         try:
-            save_file(dict(tensors), temporary, metadata={_RECORDS: json.dumps(records.as_json())})
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            rename_durably(temporary, self._path)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            raise OSError(f"{temporary}: {error}") from error
+            scratch = temporary(self._path)
+            with replacing(self._path, scratch, private=True):
+                save_file(dict(tensors), scratch, metadata={_RECORDS: json.dumps(records.model_dump())})
+            sync_directory(self._path.parent)
+        except SafetensorError as error:
+            raise OSError(f"{self._path}: {error}") from error
 
     def close(self) -> None:
         """Release the file for another server."""

@@ -10,15 +10,25 @@ so that islands need not be counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from deepspeed_compress.local_sgd.coordinator.reasons import different_terms
-from deepspeed_compress.local_sgd.framed_messages import as_bytes, read_bytes
-from deepspeed_compress.local_sgd.parameter_server.calls import Part, Sender, Terms, integer, read_part
+from deepspeed_compress.local_sgd.coordinator.membership import different_terms
+from deepspeed_compress.local_sgd.exchange import as_bytes, read_bytes
+from deepspeed_compress.local_sgd.parameter_server.messages import (
+    Fresh,
+    Layout,
+    Part,
+    Push,
+    Seed,
+    Shape,
+    Terms,
+    check_slices,
+)
 from deepspeed_compress.local_sgd.parameter_server.places import (
     NAMES,
     Place,
@@ -27,12 +37,92 @@ from deepspeed_compress.local_sgd.parameter_server.places import (
     read_place,
     refuse_unfit,
 )
-from deepspeed_compress.local_sgd.parameter_server.records import Island, Records
-from deepspeed_compress.transport.connection import Buffer
-from deepspeed_compress.transport.frames import Head
+from deepspeed_compress.transport.connection import Buffer, Head
+from deepspeed_compress.transport.messages import Fields, Text, validated
 
 WHOLE = 1 - 1e-6
 """Sum of weights that makes a whole mean, up to rounding."""
+Natural = Annotated[int, Field(ge=0)]
+"""Exact integer from 0. A sum over pushes may exceed 2**63."""
+
+
+class Island(Fields):
+    """Record of an island.
+
+    Attributes:
+        call: Number of its last call.
+        version: Version of the anchor from which it started.
+        samples: Samples that this anchor had received.
+        weight: Weight of its last push.
+        token: Proof of identity of the process that entered or resumed it last; empty once it has left.
+    """
+
+    call: Natural = 0
+    version: Natural = 0
+    samples: Natural = 0
+    weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    token: Text = ""
+
+
+class Records(Fields):
+    """State except tensors: plain data, replaced as a whole.
+
+    Attributes:
+        run: Name of this run.
+        terms: Settings of the first island, with which all others must agree. None before it entered.
+        version: Version of the anchor; 0 if there is none.
+        samples: Samples that the anchor has received.
+        pushes: Number of accepted pushes.
+        seeded: Version of the anchor when it was seeded.
+        claimed: Version that a checkpoint gave to that seed; 0 for new weights.
+        pending: Sum of the weights of pushes since momentum was last updated.
+        step: Largest step of any island's learning-rate schedule.
+        next_number: Number of the next island.
+        layouts: Slices of parameters, by place.
+        shapes: Shapes of the parameters.
+        islands: Islands by number; the one that called last is last.
+    """
+
+    run: Text
+    terms: dict[str, Any] | None = None
+    version: Natural = 0
+    samples: Natural = 0
+    pushes: Natural = 0
+    seeded: Natural = 0
+    claimed: Natural = 0
+    pending: Annotated[float, Field(ge=0)] = 0.0
+    step: Natural = 0
+    next_number: Natural = 0
+    layouts: Annotated[tuple[Layout, ...], Field(strict=False)] = ()
+    shapes: dict[Text, Shape] = Field(default_factory=dict)
+    islands: dict[Annotated[int, Field(strict=False)], Island] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, found: Any) -> "Records":
+        """Return the records from the JSON of a file. Raises ValueError."""
+        records = validated(cls, found, "the records")
+        for layout in records.layouts:
+            check_slices(layout, records.shapes)
+        islands = records.islands
+        if any(not 0 <= number < records.next_number for number in islands):
+            raise ValueError(f"islands have numbers from {records.next_number} on")
+        if any(one.version > records.version or one.samples > records.samples for one in islands.values()):
+            raise ValueError("an island is ahead of the anchor")
+        if records.terms is None and (records.version or islands):
+            raise ValueError("there are islands, and no terms")
+        ranks = Terms.read(records.terms).ranks if records.version and records.terms else 0
+        if len(records.layouts) != ranks:
+            raise ValueError(f"there are layouts of {len(records.layouts)} places (expected: {ranks})")
+        return records
+
+    def having(self, **changes: Any) -> "Records":
+        """Return the records with `changes`."""
+        return self.model_copy(update=changes)
+
+    def with_last(self, number: int, island: Island) -> "Records":
+        """Return the records with `island` as the one that called last."""
+        others = {other: one for other, one in self.islands.items() if other != number}
+        return self.having(islands={**others, number: island})
 
 
 @dataclass(frozen=True)
@@ -44,18 +134,16 @@ class Change:
         records: Records after the change.
         places: Tensors after the change.
         reason: Reason for dropping a push.
-        forgotten: Islands whose next answer must be the whole anchor.
     """
 
     kind: str
     records: Records
     places: Sequence[Place]
     reason: str = ""
-    forgotten: Sequence[int] = field(default=())
 
 
 class Store:
-    """State of a parameter server. `prepare` checks and computes; `commit` cannot fail.
+    """State of a parameter server. Methods that return a `Change` check and compute; `commit` cannot fail.
 
     The same calls in the same order give the same state, bit for bit. `answer` changes only the record of what
     islands hold. Not thread-safe.
@@ -79,52 +167,55 @@ class Store:
             raise ValueError("no island has entered yet")
         return self._terms
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors as `__init__` takes them."""
-        return tensors_of(self.places)
+    def enter(self, terms: dict[str, Any], token: str, forgotten: Sequence[int]) -> Change:
+        """Return the change of a new island with `terms`, in place of those that are `forgotten`.
 
-    def problem(self, terms: Any) -> str:
-        """Return why an island with `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
-        own, found = self.records.terms, refuse_unfit(lambda: Terms.read(terms))
-        if own is None:
-            refuse_unfit(lambda: make_messages(found.settings, (), {}).size(1))
-            return ""
-        return different_terms(terms, own)
-
-    def check(self, part: Part) -> None:
-        """Raise ValueError if the size or the place of `part` is wrong.
-
-        The content is checked when all parts have arrived.
+        Raises:
+            ValueError: if it may not enter.
         """
-        integer(part.place, "place", most=self.terms.ranks - 1)
-        if part.kind != "push" or not part.samples:
-            return
-        if not self.places:
-            raise ValueError("there is no anchor to push to")
-        expected = refuse_unfit(lambda: self.places[part.place].messages.size(part.call))
-        if part.size != expected:
-            raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
+        records, found = self.records, refuse_unfit(lambda: Terms.read(terms))
+        if records.terms is None:
+            refuse_unfit(lambda: make_messages(found.settings, (), {}).size(1))
+        problem = different_terms(terms, records.terms or terms)
+        if problem:
+            raise ValueError(problem)
+        islands = {number: one for number, one in records.islands.items() if number not in forgotten}
+        islands[records.next_number] = Island(token=token)
+        after = records.having(next_number=records.next_number + 1, terms=records.terms or terms, islands=islands)
+        return Change("welcome", after, self.places)
 
-    def prepare(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
-        """Return the change of a call: an island that enters, resumes or leaves, or a call of all of its ranks.
+    def give_token(self, number: int, token: str) -> Change:
+        """Return the change of an island that is resumed by another process, or leaves with an empty `token`."""
+        island = self.records.islands[number].model_copy(update={"token": token})
+        return Change("resumed" if token else "left", self.records.with_last(number, island), self.places)
+
+    def check(self, part: Part, size: int) -> None:
+        """Raise ValueError if the place of `part`, or the `size` of its body, is wrong."""
+        if part.place >= self.terms.ranks:
+            raise ValueError(f"place is {part.place} (allowed: below {self.terms.ranks})")
+        expected = refuse_unfit(lambda: self._size(part))
+        if size != expected:
+            raise ValueError(f"the body of a {type(part).__name__.lower()} has {size} bytes (allowed: {expected})")
+
+    def call(self, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
+        """Return the change of a call of all ranks of an island, whose parts `check` has accepted, by place.
 
         Raises:
             ValueError: if it cannot be carried out. Nothing has changed then.
         """
-        if not heads or len(heads) != len(bodies):
-            raise ValueError(f"a call has {len(heads)} heads and {len(bodies)} bodies")
-        simple = _SIMPLE.get(heads[0].get("kind"))
-        if simple is not None:
-            return refuse_unfit(lambda: simple(self, heads[0]))
-        return refuse_unfit(lambda: self._prepare_call(heads, bodies))
+        first, records = parts[0], self.records
+        island = records.islands[first.number]
+        change = refuse_unfit(lambda: _CALLS[type(first)](self, island, parts, bodies))
+        records = change.records.having(step=max(records.step, first.step))
+        called = {"call": first.call, "version": records.version, "samples": records.samples}
+        island = records.islands[first.number].model_copy(update=called)
+        return Change(change.kind, records.with_last(first.number, island), change.places, change.reason)
 
     def commit(self, change: Change) -> None:
         """Apply `change`."""
         self.records, self.places = change.records, change.places
         if self._terms is None and self.records.terms is not None:
             self._terms = Terms.read(self.records.terms)
-        for number in change.forgotten:
-            self.forget(number)
 
     def answer(self, number: int, place: int, kind: str, call: int, reason: str = "") -> tuple[Head, Buffer]:
         """Return the answer to the rank at `place` of island `number`.
@@ -166,69 +257,21 @@ class Store:
             for place, layout in enumerate(records.layouts)
         )
 
-    def _enter(self, head: Head) -> Change:
-        records, problem = self.records, self.problem(head.get("terms"))
-        if problem:
-            raise ValueError(problem)
-        removed = {integer(number, "forgotten") for number in head.get("forgotten", [])}
-        islands = {number: one for number, one in records.islands.items() if number not in removed}
-        islands[records.next_number] = Island.read({"token": head.get("token", "")})
-        next_number, terms = records.next_number + 1, records.terms or head["terms"]
-        after = replace(records, next_number=next_number, terms=terms, islands=islands)
-        return Change("welcome", after, self.places, forgotten=tuple(removed))
+    def _size(self, part: Part) -> int:
+        """Return the size in bytes of the body of `part`."""
+        if isinstance(part, Seed):
+            check_slices(part.layout, part.shapes)
+            return 4 * sum(numel for _, _, numel in part.layout)
+        if not isinstance(part, Push) or not part.samples:
+            return 0
+        if not self.places:
+            raise ValueError("there is no anchor to push to")
+        return self.places[part.place].messages.size(part.call)
 
-    def _resume(self, head: Head) -> Change:
-        sender = Sender.read(head)
-        if not sender.token:
-            raise ValueError(f"island {sender.number} is resumed without a token")
-        island = replace(self._island(sender.number), token=sender.token, has_left=False)
-        return Change("resumed", self._with_island(sender.number, island), self.places, forgotten=(sender.number,))
-
-    def _leave(self, head: Head) -> Change:
-        number = Sender.read(head).number
-        island = replace(self._island(number), has_left=True)
-        return Change("left", self._with_island(number, island), self.places, forgotten=(number,))
-
-    def _island(self, number: int) -> Island:
-        island = self.records.islands.get(number)
-        if island is None:
-            raise ValueError(f"island {number} is not known")
-        return island
-
-    def _with_island(self, number: int, island: Island) -> Records:
-        """Return the records with `island` as the one that called last."""
-        others = {other: one for other, one in self.records.islands.items() if other != number}
-        return replace(self.records, islands={**others, number: island})
-
-    def _prepare_call(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
-        parts = [read_part(head, len(body)) for head, body in zip(heads, bodies, strict=True)]
-        first = parts[0]
-        if [one.place for one in parts] != list(range(self.terms.ranks)):
-            raise ValueError(f"there are {len(parts)} parts (allowed: one for each of {self.terms.ranks} places)")
-        for part in parts:
-            self.check(part)
-            if part.common != first.common:
-                raise ValueError(f"ranks of an island make different calls: {first.common} and {part.common}")
-        island = self._island(first.number)
-        if first.call <= island.call:
-            raise ValueError(f"call {first.call} of island {first.number} was carried out already")
-        change = _CALLS[first.kind](self, island, parts, bodies)
-        return self._complete(change, first)
-
-    def _complete(self, change: Change, first: Part) -> Change:
-        """Return `change` with the updates that every call makes to the records."""
-        records = replace(change.records, step=max(change.records.step, first.step))
-        weight = records.islands[first.number].weight
-        token, others = records.islands[first.number].token, dict(records.islands)
-        del others[first.number]
-        island = Island(first.call, records.version, records.samples, weight, token)
-        forgotten = () if change.kind == "taken" else (first.number,)
-        return replace(change, records=replace(records, islands={**others, first.number: island}), forgotten=forgotten)
-
-    def _fresh(self, island: Island, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
+    def _fresh(self, island: Island, parts: Sequence[Fresh], bodies: Sequence[Buffer]) -> Change:
         return Change("exact" if self.records.version else "found", self.records, self.places)
 
-    def _seed(self, island: Island, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
+    def _seed(self, island: Island, parts: Sequence[Seed], bodies: Sequence[Buffer]) -> Change:
         """Take the weights of an island if there are none, or only older ones that have not been trained."""
         records, claim = self.records, parts[0].claim
         if records.version and (records.pushes or claim <= records.claimed):
@@ -236,10 +279,10 @@ class Store:
         shapes = _merged([part.shapes for part in parts])
         layouts, version = tuple(part.layout for part in parts), max(records.version + 1, claim)
         places = tuple(self._seed_place(*one, shapes) for one in zip(parts, bodies, strict=True))
-        seeded = replace(records, layouts=layouts, shapes=shapes, version=version, claimed=claim, seeded=version)
+        seeded = records.having(layouts=layouts, shapes=shapes, version=version, claimed=claim, seeded=version)
         return Change("exact", seeded, places)
 
-    def _seed_place(self, part: Part, body: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> Place:
+    def _seed_place(self, part: Seed, body: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> Place:
         anchor = read_bytes(body, torch.float32).clone()
         place = make_place(self.terms.settings, anchor, part.layout, shapes)
         if not place.is_finite:
@@ -249,7 +292,7 @@ class Store:
             place.messages.decode(place.messages.encode(torch.zeros_like(anchor), 1, part.number, remember=False), 1)
         return place
 
-    def _push(self, island: Island, parts: Sequence[Part], bodies: Sequence[Buffer]) -> Change:
+    def _push(self, island: Island, parts: Sequence[Push], bodies: Sequence[Buffer]) -> Change:
         records, first = self.records, parts[0]
         late = island.version < records.seeded or records.version - island.version > self.terms.max_staleness
         if not first.samples or late:
@@ -267,8 +310,7 @@ class Store:
         )
         if not all(place.is_finite for place in places):
             return self._drop(island, first, "the anchor would become non-finite")
-        after = replace(
-            self._with_island(first.number, replace(island, weight=weight)),
+        after = records.with_last(first.number, island.model_copy(update={"weight": weight})).having(
             version=records.version + 1,
             pushes=records.pushes + 1,
             samples=records.samples + first.samples,
@@ -277,19 +319,14 @@ class Store:
         return Change("taken", after, places)
 
     def _drop(self, island: Island, first: Part, reason: str) -> Change:
-        after = self._with_island(first.number, replace(island, weight=0.0))
+        after = self.records.with_last(first.number, island.model_copy(update={"weight": 0.0}))
         return Change("dropped", after, self.places, reason)
 
 
-_SIMPLE: Mapping[Any, Callable[[Store, Head], Change]] = {
-    "enter": Store._enter,
-    "resume": Store._resume,
-    "leave": Store._leave,
-}
-_CALLS: Mapping[str, Callable[[Store, Island, Sequence[Part], Sequence[Buffer]], Change]] = {
-    "fresh": Store._fresh,
-    "seed": Store._seed,
-    "push": Store._push,
+_CALLS: Mapping[type[Part], Callable[[Store, Island, Sequence[Any], Sequence[Buffer]], Change]] = {
+    Fresh: Store._fresh,
+    Seed: Store._seed,
+    Push: Store._push,
 }
 
 

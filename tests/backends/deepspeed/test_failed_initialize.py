@@ -179,7 +179,7 @@ def elastic_fails(rank: int, job: Job, ports: list[int], name: str) -> list[Any]
 @pytest.mark.parametrize(
     "step",
     [
-        "local_sgd.deepspeed.connecting.ElasticExchange",
+        "local_sgd.deepspeed.elastic.ElasticExchange",
         "local_sgd.elastic_exchange.ElasticExchange.start",
         "backends.deepspeed.attach.announce",
     ],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import _Buckets
-from deepspeed_compress.checkpointing.deepspeed.side_stream import StreamCopies, copies_for_device
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import StreamCopies, copies_for_device
 from deepspeed_compress.collectives.exchange import PendingExchange, _Collective
 from deepspeed_compress.collectives.payload import PayloadReducer
 from tests.support.forks import run_forks

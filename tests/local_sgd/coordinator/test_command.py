@@ -14,8 +14,6 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
-from deepspeed_compress.transport.credentials import SECRET, TLS_AUTHORITY, TLS_CERTIFICATE
-from tests.support.transport import make_certificates
 
 SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--host", "127.0.0.1", "--port", "0"]
 
@@ -63,17 +61,6 @@ def test_status_prints_a_readable_table(tmp_path: Path, capsys: pytest.CaptureFi
     assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+\d+\.\d", row)
 
 
-def test_status_names_the_secret_to_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(tmp_path / "state.json") as address:
-        monkeypatch.setenv(SECRET, "another secret than the server")
-        assert main(["islands", "status", address]) == 1
-    error = capsys.readouterr().err
-    assert f"has a different secret. The secret here is from {SECRET}: set {SECRET} to the same value" in error
-    assert "copy that file" not in error
-
-
 def test_the_command_listens_only_locally_by_default(tmp_path: Path) -> None:
     command = [one for one in SERVE if one not in ("--host", "127.0.0.1")]
     for more, text in (([], "for islands on other hosts, pass --host 0.0.0.0"), (["--host", "0.0.0.0"], "of 0.0.0.0")):
@@ -84,21 +71,6 @@ def test_the_command_listens_only_locally_by_default(tmp_path: Path) -> None:
             process.kill()
         assert text in line
         assert ("Only this host" in line) == (not more)
-
-
-def test_both_sides_require_certificates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = make_certificates(tmp_path)
-    options = ["--tls-certificate", files["member"], "--tls-authority", files["authority"]]
-    for name in (TLS_CERTIFICATE, TLS_AUTHORITY):
-        # What the command sets for its process is undone.
-        monkeypatch.setenv(name, "")
-    with serving(tmp_path / "state.json", *options) as address:
-        assert main(["islands", "status", address]) == 1
-        assert main(["islands", "status", address, *options]) == 0
-    assert main(["islands", "status", address, *options[:2]]) == 1
-    assert "--tls-authority: is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--parameter-server"]])

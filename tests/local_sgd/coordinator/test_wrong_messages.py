@@ -51,49 +51,6 @@ def refused(world: CoordinatorHarness, name: str, message: Mapping[str, Any]) ->
     return False
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "wrong"),
-    [
-        ("claim", "version", 2**60),
-        ("claim", "version", 2**53),
-        ("claim", "version", -1),
-        ("claim", "run", SURROGATE),
-        ("claim", "number", -2),
-        ("arrive", "samples", -1),
-        ("arrive", "samples", float("nan")),
-        ("arrive", "samples", True),
-        ("arrive", "version", -1),
-        ("arrive", "version", 3),
-        ("ready", "version", 3),
-        ("ready", "version", 2**200),
-        ("vote", "round", 99),
-        ("vote", "ok", 1),
-        ("vote", "ok", "yes"),
-        ("join", "process", SURROGATE),
-        ("join", "store", "x" * 10_000),
-        ("join", "addresses", ["x"] * 100_000),
-        ("join", "addresses", ["x" * 10_000]),
-        ("join", "addresses", [SURROGATE]),
-        ("join", "terms", {**terms(), "note": "x" * 100_000}),
-        ("join", "terms", {**terms(), "note": SURROGATE}),
-        ("join", "terms", {**terms(), "note": float("nan")}),
-        ("join", "terms", {**terms(), "timeout": True}),
-        ("join", "terms", {**terms(), "timeout": 1e300}),
-        ("join", "terms", {**terms(), "minimum": 0}),
-        ("join", "terms", {**terms(), "minimum": 1.5}),
-        ("join", "give_up", float("nan")),
-        ("join", "number", 0),
-        ("forget", "numbers", [-1]),
-        ("forget", "numbers", "all"),
-    ],
-)
-def test_a_wrong_field_is_refused_and_changes_nothing(kind: str, field: str, wrong: object) -> None:
-    message = {"kind": kind, **RIGHT[kind], field: wrong}
-    if field != "number":
-        message.pop("number", None)
-    assert refused(exchanging(), "a", message)
-
-
 @pytest.mark.parametrize("kind", [None, 3, "", "JOIN", "status", [], SURROGATE, "x" * 10_000])
 def test_an_unknown_kind_is_refused(kind: object) -> None:
     assert refused(exchanging(), "a", {"kind": kind, "version": 1})

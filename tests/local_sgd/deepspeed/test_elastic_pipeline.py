@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig
 
 import deepspeed_compress
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_tied
 from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, Exchanges, run_apart, section, watch_exchanges
-from tests.support.jobs import BATCH, MUON, WIDTH, Job, data, make_engine, run, start, weights
+from tests.support.jobs import BATCH, WIDTH, Job, data, make_engine, run, start, weights
 from tests.support.resuming import save_and_resume
 from tests.support.tensor_islands import TENSOR, VOCABULARY
 
@@ -169,45 +169,41 @@ def test_replicas_read_different_data(axes: Sequence[str]) -> None:
     assert sorted(replicas[0][0] + replicas[1][0]) == list(range(24))
 
 
-def attached(rank: int, job: Job) -> str:
-    """Return the error if a pipeline of three stages has data before it joins other islands."""
-    deepspeed.init_distributed("gloo")
-    engine = deepspeed.initialize(model=make_pipeline(num_stages=3), config=job.config())[0]
-    engine.set_dataloader([])
-    with pytest.raises(ConfigError) as error:
-        deepspeed_compress.attach(engine)
-    return str(error.value)
-
-
-def test_data_of_an_existing_engine_is_refused() -> None:
-    """On all stages, although the one in the middle reads nothing."""
-    for text in run_apart(1, attached, Job(1), size=3, minimum=1):
-        assert text.startswith("/deepspeed_compress/islands/elastic: the engine already has a data loader")
-
-
-def loaded_by(rank: int, job: Job) -> bool:
-    """Return True if this one of three stages gets a data loader."""
-    deepspeed.init_distributed("gloo")
-    # Forked ranks may not start processes that read data.
-    engine_module.DeepSpeedDataLoader = lambda **given: DeepSpeedDataLoader(**given | {"num_local_io_workers": 0})
-    samples = TensorDataset(torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, 1))
-    model, initialize = make_pipeline(num_stages=3), deepspeed_compress.initialize
-    engine, _, loader, _ = initialize(model=model, config=job.config(), training_data=samples)
-    engine.destroy()
-    return loader is not None
-
-
-def test_all_stages_get_a_data_loader() -> None:
-    """As from DeepSpeed, although the stage in the middle reads nothing."""
-    assert run_apart(1, loaded_by, Job(1), size=3, minimum=1) == [True] * 3
-
-
 @SAMPLED
 def test_an_island_that_is_resumed_goes_on_as_before(tmp_path: Path) -> None:
     """No other island takes part, so exchanges change nothing."""
     job, options = Job(1, stages=STAGES, steps=9), {"size": STAGES, "minimum": 1, **PLAIN}
     for (straight, _), (resumed, _) in run_apart(1, save_and_resume, job, str(tmp_path), 6, **options):
         assert {name: pytest.approx(values, abs=1e-6) for name, values in straight.items()} == resumed
+
+
+def refused(rank: int, job: Job) -> str:
+    try:
+        start(job)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_tied_weights_with_second_moments_are_refused() -> None:
+    """On all stages. Without ties, second moments are exchanged."""
+    for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
+        assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
+
+
+def checked(rank: int, has_moments: bool) -> str:
+    deepspeed.init_distributed("gloo")
+    try:
+        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()), has_moments)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_tied_weights_with_tensor_parallelism_are_refused() -> None:
+    """On all ranks, also on those that hold no copy."""
+    for text in run_forks(4, checked, False):
+        assert text.startswith("/deepspeed_compress/islands/elastic: embedding is tied between pipeline stages")
 
 
 def asynchronous(rank: int, job: Job, ports: list[int]) -> tuple[int, list[float], list[float]]:
@@ -238,62 +234,3 @@ def test_asynchronous_islands(exchange: Mapping[str, Any]) -> None:
     assert newest == anchors or exchange != {"method": "none"}
     for one, other in ((islands[0], islands[1]), (islands[2], islands[3])):
         assert one[2] == other[2]
-
-
-def refused(rank: int, job: Job) -> str:
-    try:
-        start(job)
-    except UnsupportedError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_tied_weights_with_second_moments_are_refused() -> None:
-    """On all stages. Without ties, second moments are exchanged."""
-    for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
-        assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
-
-
-def with_matrices_alone(rank: int, job: Job) -> Exchanges:
-    """Train an island whose last stage has matrices only, until two exchanges are over."""
-    deepspeed.init_distributed("gloo")
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)]
-    engine = make_engine(PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss()), job.config())
-    return train_for(2, engine, job)
-
-
-@SAMPLED
-def test_second_moments_of_a_stage_that_adam_does_not_step() -> None:
-    """Muon steps all of that stage. The other stages exchange theirs."""
-    job = Job(0, extra=MUON, steps=60)
-    first, second, third, fourth = run_apart(2, with_matrices_alone, job, size=STAGES, second_moments={}, **PLAIN)
-    first.check_means(third)
-    second.check_means(fourth)
-
-
-def refused_topology(rank: int, job: Job) -> str:
-    deepspeed.init_distributed("gloo")
-    model = make_pipeline(topology=ProcessTopology(["model", "pipe", "data"], [2, STAGES, 1]))
-    with pytest.raises(UnsupportedError) as error:
-        make_engine(model, job.config())
-    return str(error.value)
-
-
-def test_ranks_that_share_layers_must_be_consecutive() -> None:
-    for text in run_apart(1, refused_topology, Job(1), size=2 * STAGES, minimum=1):
-        assert "the axes of the pipeline's topology are ['model', 'pipe', 'data']" in text
-
-
-def checked(rank: int, has_moments: bool) -> str:
-    deepspeed.init_distributed("gloo")
-    try:
-        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()), has_moments)
-    except UnsupportedError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_tied_weights_with_tensor_parallelism_are_refused() -> None:
-    """On all ranks, also on those that hold no copy."""
-    for text in run_forks(4, checked, False):
-        assert text.startswith("/deepspeed_compress/islands/elastic: embedding is tied between pipeline stages")

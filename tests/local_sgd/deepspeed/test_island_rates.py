@@ -21,8 +21,8 @@ import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.rates import LearningRates, rates_of
 from tests.support.forks import run_forks
-from tests.support.island_jobs import run_apart, section, wait_for
-from tests.support.jobs import Job, data, network
+from tests.support.island_jobs import section
+from tests.support.jobs import Job, network
 from tests.support.messages import caught_warnings
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -34,20 +34,20 @@ def made(make: Make | None, lr: float = 0.1) -> Any:
     return SimpleNamespace(optimizer=optimizer, global_steps=0, lr_scheduler=make and make(optimizer))
 
 
-def train(engine: Any, rates: LearningRates, steps: int, *metric: float) -> None:
+def train(engine: Any, rates: LearningRates, steps: int) -> None:
     for _ in range(steps):
         engine.optimizer.step()
         if engine.lr_scheduler is not None:
-            engine.lr_scheduler.step(*metric)
+            engine.lr_scheduler.step()
         engine.global_steps += 1
         rates.update_snapshot()
 
 
-def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
+def late(first: Make | None, second: Make | None, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
     """Return the engines of an island after 7 steps and of one that joins then, and the warnings of the latter."""
     engine, other = made(first), made(second, lr)
     rates, follower = LearningRates(engine), LearningRates(other)
-    train(engine, rates, 7, *metric)
+    train(engine, rates, 7)
     with caught_warnings() as texts:
         follower.catch_up(json.loads(json.dumps(rates.published())))
     return engine, other, texts
@@ -60,30 +60,21 @@ SCHEDULES: Mapping[str, Make | None] = {
     "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=3),
     "sequential": lambda optimizer: SequentialLR(optimizer, [StepLR(optimizer, 2), StepLR(optimizer, 3)], [4]),
     "deepspeed": lambda optimizer: WarmupLR(optimizer, warmup_num_steps=20),
-    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=1),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_island_that_joins_late_has_the_learning_rates_of_the_others(name: str) -> None:
     make = SCHEDULES[name]
-    engine, other, warned = late(make, make, *([1.0] if name == "plateau" else []))
+    engine, other, warned = late(make, make)
     assert rates_of(other) == pytest.approx(rates_of(engine))
     assert warned == []
     assert name == "none" or rates_of(engine) != [0.1]
 
 
-def test_a_metric_schedule_adopts_the_state_of_the_others() -> None:
-    make = SCHEDULES["plateau"]
-    engine, other, _ = late(make, make, 1.0)
-    assert other.lr_scheduler.num_bad_epochs == engine.lr_scheduler.num_bad_epochs
-    assert other.lr_scheduler.best == engine.lr_scheduler.best
-
-
-@pytest.mark.parametrize("name", ["none", "lambda"])
-def test_a_metric_schedule_that_cannot_follow_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write one of these"):
-        late(SCHEDULES[name], SCHEDULES["plateau"])
+def test_a_metric_schedule_that_cannot_follow_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write one"):
+        late(SCHEDULES["lambda"], lambda optimizer: ReduceLROnPlateau(optimizer))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +90,6 @@ def test_a_warning_shows_both_learning_rates_if_they_differ(second: Make | None,
     assert text in warned
 
 
-def test_a_schedule_of_another_length_is_reported_before_rates_differ() -> None:
-    longer = made(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=500))
-    rates = LearningRates(made(SCHEDULES["one cycle"]))
-    with pytest.warns(CompressWarning, match="total_steps 500, and that of the others 50"):
-        LearningRates(longer).catch_up(rates.published())
-
-
 def test_an_edited_learning_rate_is_reported() -> None:
     engine, other = made(None), made(None)
     rates = LearningRates(engine)
@@ -113,33 +97,6 @@ def test_an_edited_learning_rate_is_reported() -> None:
     rates.update_snapshot()
     with pytest.warns(CompressWarning, match=r"are \[0.1\], and those of the others \[0.7\]"):
         LearningRates(other).catch_up(rates.published())
-
-
-def comes_late(rank: int, job: Job, marks: Any) -> list[float]:
-    if rank:
-        wait_for(marks, "trained")
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed_compress.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=ReduceLROnPlateau(optimizer, patience=0),
-        config={key: value for key, value in job.config().items() if key != "optimizer"},
-    )
-    for x, y in data(rank, job)[: 0 if rank else 4]:
-        engine.backward((engine(x) - y).square().mean())
-        engine.step(lr_kwargs={"metrics": 1.0})
-    marks.joinpath("trained" if rank == 0 else "there").touch()
-    wait_for(marks, "there")
-    found = rates_of(engine)
-    engine.destroy()
-    return found
-
-
-def test_an_island_with_a_metric_schedule_can_join_late(tmp_path: Any) -> None:
-    first, second = run_apart(2, comes_late, Job(0), tmp_path, minimum=1, sync_every=100)
-    assert first == second
-    assert first[0] < 0.01
 
 
 def of_one_job(rank: int, job: Job) -> list[str]:

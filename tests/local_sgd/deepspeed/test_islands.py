@@ -16,7 +16,6 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import deepspeed_compress
 from deepspeed_compress.config import parse_section
-from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
 from deepspeed_compress.tools.plan import plans
@@ -74,30 +73,6 @@ def test_two_islands_that_average_every_step_equal_data_parallelism(stage: int) 
     for plain, ours in run_forks(4, train, whole, divided):
         assert largest_difference(plain.parameters, ours.parameters) < 1e-6
         assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
-
-
-def with_adapters(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
-    """Return the weights after each job, which trains adapters and a layer next to frozen weights."""
-    seen = []
-    for job in jobs:
-        lora = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
-        model = inject_adapter_in_model(lora, network())
-        model[4].requires_grad_(True)
-        engine = make_engine(model, job.config())
-        before = weights(engine)
-        run(engine, data(rank, job))
-        seen.append(weights(engine))
-        assert names_apart(before, seen[-1]) == {name for name in before if "lora" in name or name.startswith("4.")}
-    return seen
-
-
-@SAMPLED
-@pytest.mark.parametrize("stage", STAGES)
-def test_adapters_of_two_islands_equal_those_of_data_parallelism(stage: int) -> None:
-    whole = Job(stage, extra=SGD)
-    divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
-    for plain, ours in run_forks(4, with_adapters, whole, divided):
-        assert largest_difference(plain, ours) < 1e-6
 
 
 @SAMPLED
@@ -174,17 +149,6 @@ def test_islands_with_muon_exchange_second_moments_of_adam_parameters_only(stage
         for one, other in zip(ranks[:2], ranks[2:], strict=True):
             assert (one[step] == other[step]) == (step % 2 == 1), step
     assert set().union(*(rank[1] for rank in ranks)) == {"0.bias", "2.bias", "4.bias"}
-
-
-def test_second_moments_are_refused_if_adam_steps_no_parameter() -> None:
-    job = Job(0, section=section(size=1, second_moments={}), extra=MUON)
-    for found in run_forks(2, of_matrices_alone, job):
-        assert found.startswith("/deepspeed_compress/islands/second_moments: MuonWithAuxAdam has betas []")
-
-
-def of_matrices_alone(rank: int, job: Job) -> str:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
-    return refusal(UnsupportedError, make_engine, model, job.config())
 
 
 @SAMPLED
@@ -266,19 +230,6 @@ def test_an_optimizer_without_second_moments_is_refused(kind: str, options: Mapp
         assert text in found
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", ["AdamW"], {"type": 3}])
-def test_an_invalid_optimizer_entry_is_not_reported_by_islands(optimizer: Any) -> None:
-    job = Job(1, section=section(size=1, second_moments={}), extra={"optimizer": optimizer})
-    assert not [one for one in find_problems(job.config()) if "second_moments" in str(one)]
-
-
-def test_a_configuration_without_second_moments_is_refused() -> None:
-    [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
-    assert str(found).startswith(
-        '/deepspeed_compress/islands/second_moments: has no effect with optimizer "SGD", which has no second moments'
-    )
-
-
 def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
     """Return weights [steps, 12] after every step of a model whose gradient does not depend on them."""
     found = []
@@ -324,24 +275,6 @@ def test_warm_up_steps_end_with_the_mean() -> None:
     job = Job(1, section=section(size=1, sync_every=100, warmup_steps=2), steps=4)
     first, second = run_forks(2, by_step, job)
     assert [one == other for one, other in zip(first, second, strict=True)] == [True, True, False, False]
-
-
-def broken(rank: int, job: Job) -> tuple[bool, bool]:
-    """Return whether weights are finite before and after an exchange. The second island's weights are set to NaN."""
-    engine = start(job)
-    batches = data(rank, job)
-    run(engine, batches[:1])
-    if rank == 1:
-        with torch.no_grad():
-            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
-    before = bool(torch.isfinite(engine.optimizer.single_partition_of_fp32_groups[0]).all())
-    engine.compression.islands.step_ended(2)
-    return before, all(torch.isfinite(torch.tensor(one)).all() for one in weights(engine).values())
-
-
-def test_an_island_that_diverged_is_excluded() -> None:
-    job = Job(1, section=section(size=1, sync_every=2))
-    assert run_forks(2, broken, job) == [(True, True), (False, True)]
 
 
 def kept_back(rank: int, job: Job) -> list[list[float]]:
@@ -424,20 +357,6 @@ def test_the_number_of_islands_may_change_on_resume(saved: int, loaded: int, tmp
     run_forks(saved, save_and_continue, job, str(tmp_path), 4)
     ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
     assert all(one == ranks[0][0] for one, _ in ranks)
-
-
-def save_by_epoch(rank: int, job: Job, directory: str) -> list[str]:
-    engine = start(job)
-    engine.save_checkpoint(directory, tag=0)
-    run(engine, data(rank, job))
-    engine.save_checkpoint(directory, tag=1)
-    path, _ = engine.load_checkpoint(directory, tag=0)
-    return [Path(path).parent.name, str(engine.global_steps)]
-
-
-def test_a_tag_may_be_zero(tmp_path: Path) -> None:
-    assert run_forks(2, save_by_epoch, Job(1, section=section(size=1)), str(tmp_path)) == [["0", "0"]] * 2
-    assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}
 
 
 @SAMPLED
@@ -606,3 +525,56 @@ def test_bytes_of_islands_are_counted_separately_and_match_the_plan() -> None:
         assert [sent for _, sent, _ in rank] == [0] * 6
         assert [compared for *_, compared in rank] == [False, True] * 3
         assert [size for size, *_ in rank] == pytest.approx([0, planned] * 3, rel=0.1)
+
+
+def with_adapters(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:
+    """Return the weights after each job, which trains adapters and a layer next to frozen weights."""
+    seen = []
+    for job in jobs:
+        lora = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+        model = inject_adapter_in_model(lora, network())
+        model[4].requires_grad_(True)
+        engine = make_engine(model, job.config())
+        before = weights(engine)
+        run(engine, data(rank, job))
+        seen.append(weights(engine))
+        assert names_apart(before, seen[-1]) == {name for name in before if "lora" in name or name.startswith("4.")}
+    return seen
+
+
+@SAMPLED
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_of_two_islands_equal_those_of_data_parallelism(stage: int) -> None:
+    whole = Job(stage, extra=SGD)
+    divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
+    for plain, ours in run_forks(4, with_adapters, whole, divided):
+        assert largest_difference(plain, ours) < 1e-6
+
+
+def test_second_moments_are_refused_if_adam_steps_no_parameter() -> None:
+    job = Job(0, section=section(size=1, second_moments={}), extra=MUON)
+    for found in run_forks(2, of_matrices_alone, job):
+        assert found.startswith("/deepspeed_compress/islands/second_moments: MuonWithAuxAdam has betas []")
+
+
+def of_matrices_alone(rank: int, job: Job) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
+    return refusal(UnsupportedError, make_engine, model, job.config())
+
+
+def broken(rank: int, job: Job) -> tuple[bool, bool]:
+    """Return whether weights are finite before and after an exchange. The second island's weights are set to NaN."""
+    engine = start(job)
+    batches = data(rank, job)
+    run(engine, batches[:1])
+    if rank == 1:
+        with torch.no_grad():
+            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
+    before = bool(torch.isfinite(engine.optimizer.single_partition_of_fp32_groups[0]).all())
+    engine.compression.islands.step_ended(2)
+    return before, all(torch.isfinite(torch.tensor(one)).all() for one in weights(engine).values())
+
+
+def test_an_island_that_diverged_is_excluded() -> None:
+    job = Job(1, section=section(size=1, sync_every=2))
+    assert run_forks(2, broken, job) == [(True, True), (False, True)]
