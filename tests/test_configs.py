@@ -161,7 +161,7 @@ def divided(name: str) -> bool:
     return "tensor" in read(name)["deepspeed_compress"].get("parallelism", {})
 
 
-@pytest.mark.slow("configs")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model"),
     [(name, "gpt2") for name in FILES] + [(name, "llama") for name in FILES if divided(name)],
@@ -180,7 +180,7 @@ def test_it_trains(name: str, model: str, files: Path, tmp_path: Path) -> None:
     assert uncompressed > 2 * sent if compressed else uncompressed == sent
 
 
-@pytest.mark.slow("configs")
+@pytest.mark.slow
 def test_the_optimizer_computes_the_same_in_host_memory(files: Path, tmp_path: Path) -> None:
     names = ("zero2_int4.json", "zero2_offload_int4.json")
     losses = [run(name, "gpt2", files, tmp_path / name)["eval_loss"] for name in names]

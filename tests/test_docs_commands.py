@@ -127,7 +127,7 @@ def run(command: list[str], place: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=place, env=variables)
 
 
-@pytest.mark.sampled(6, "docs", "README.md")
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("example", named([one for one in RUN if one.language == "bash"]))
 def test_commands_run(example: Example, place: Path) -> None:
     done = run(["bash", "-euo", "pipefail", "-c", example.text], place)

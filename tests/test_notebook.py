@@ -22,7 +22,7 @@ def test_the_notebook_has_no_outputs() -> None:
     assert [name for name, cell in cells.items() if cell["outputs"] or cell["execution_count"]] == []
 
 
-@pytest.mark.slow("docs/notebooks", "configs/models")
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ BEFORE = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
 """Packages that a new environment has."""
 BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
 
-pytestmark = [pytest.mark.slow("pyproject.toml", "constraints.txt", "README.md"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
-pytestmark = pytest.mark.sampled(3, "deepspeed_compress/local_sgd/coordinator")
+pytestmark = pytest.mark.sampled(3)
 
 TIMEOUT = 3.0
 TERMS = {"timeout": TIMEOUT, "minimum": 2}

@@ -59,8 +59,7 @@ from tests.support.two_branches import (
     take_steps,
 )
 
-SOURCES = ("deepspeed_compress/backends/ddp",)
-pytestmark = pytest.mark.sampled(20, *SOURCES)
+pytestmark = pytest.mark.sampled(20)
 
 
 # The programs: each makes the gradients of one optimizer step.
@@ -132,7 +131,7 @@ def conserve(rank: int, names: list[str]) -> list[str]:
 
 
 # The default case has programs that leave parameters out, and that clear gradients in vain.
-@pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.mark.slow(*SOURCES)) for part in (0, 2))])
+@pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.mark.slow) for part in (0, 2))])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int, part: int) -> None:
     assert run_forks(ranks, conserve, list(PROGRAMS)[part::3]) == [[]] * ranks

@@ -62,7 +62,7 @@ from tests.support.two_branches import (
     take_steps,
 )
 
-pytestmark = pytest.mark.sampled(20, "deepspeed_compress/backends/fsdp2")
+pytestmark = pytest.mark.sampled(20)
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=True)

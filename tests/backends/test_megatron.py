@@ -21,8 +21,7 @@ from tests.support.megatron import Options, checkpointing, start
 from tests.support.methods import METHODS, NONE, WITHOUT_MOMENTUM
 from tests.support.two_branches import FOUR_BITS, LOW_RANK, STOCHASTIC, WIDTH, batch, bits_of, same_on_all
 
-SOURCES = ("deepspeed_compress/backends/megatron",)
-pytestmark = pytest.mark.sampled(32, *SOURCES)
+pytestmark = pytest.mark.sampled(32)
 
 NODES = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
 CASES = [(distributed, overlap) for distributed in (False, True) for overlap in (False, True)]
@@ -374,7 +373,7 @@ def remembered(rank: int, directory: str, saves: bool, own: bool) -> dict[str, f
     return found
 
 
-@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow(*SOURCES))], ids=["beside", "own"])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["beside", "own"])
 def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path, own: bool) -> None:
     saved = run_forks(3, remembered, str(tmp_path), True, own)
     loaded = run_forks(2, remembered, str(tmp_path), False, own)

@@ -20,7 +20,7 @@ from tests.support.megatron import Gpt, Options, checkpointing, on_cpu, start
 from tests.support.methods import NONE
 from tests.support.two_branches import bits_of, same_on_all
 
-pytestmark = pytest.mark.sampled(10, "deepspeed_compress/backends/megatron")
+pytestmark = pytest.mark.sampled(10)
 
 FEEDBACK = {"error_feedback": {"dtype": "fp32"}}
 FOUR_BITS = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 64, **FEEDBACK}}

@@ -146,7 +146,7 @@ def test_a_process_that_was_killed_does_not_keep_its_rank_from_ending(tmp_path):
     receiver.close()
 
 
-@pytest.mark.slow("deepspeed_compress/transport")
+@pytest.mark.slow
 def test_an_end_waits_for_a_copy_that_moves(tmp_path):
     (tmp_path / "next").mkdir()
     receiver = Receiver(tmp_path / "next", KEY)

@@ -232,7 +232,7 @@ def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
     assert "ymm" not in subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow("deepspeed_compress/compression/kernels")
+@pytest.mark.slow
 def test_without_a_compiler_plain_torch_is_used_with_a_warning(tmp_path: Path) -> None:
     program = (
         "import warnings, torch\n"

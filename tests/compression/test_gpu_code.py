@@ -15,7 +15,7 @@ from tests.support.triton_interpreter import CompiledKernel, Runner, compiled
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.sampled(36, "deepspeed_compress/compression/kernels"),
+    pytest.mark.sampled(36),
 ]
 
 FORMS = {

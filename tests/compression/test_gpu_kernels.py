@@ -19,8 +19,7 @@ from tests.support.kernels import operations
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-SOURCES = ("deepspeed_compress/compression/kernels",)
-SAMPLED = pytest.mark.sampled(48, *SOURCES)
+SAMPLED = pytest.mark.sampled(48)
 
 ROWS = {
     row.name: row
@@ -88,7 +87,7 @@ def difference(device: torch.device, name: str) -> str:
     return next(filter(None, found), "") or row.differs_if_alike(gpu, device)
 
 
-@pytest.mark.sampled(8, *SOURCES)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ROWS)
 def test_kernels_have_the_bits_of_plain_torch(run: Runner, name: str) -> None:
     assert run(difference, name) == ""

@@ -159,7 +159,7 @@ def run() -> Iterator[Runner]:
         yield runner
 
 
-@pytest.mark.sampled(8, "deepspeed_compress/compression/kernels")
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_kernels_have_the_bits_of_the_reference(
     run: Runner, case: tuple[str, torch.dtype, str, int, bool]

@@ -17,7 +17,7 @@ from launch.studies.harness import ROOT
 
 ENVIRONMENTS = Path(os.environ.get("DS_COMPRESS_FRAMEWORKS", ROOT / "runs/frameworks/environments"))
 
-pytestmark = [pytest.mark.slow("deepspeed_compress/tools/run.py", "launch/studies"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def run(job: Job, directory: Path) -> Run:

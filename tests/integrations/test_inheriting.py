@@ -99,7 +99,7 @@ print(hasattr(engine, "compression"))
 """
 
 
-@pytest.mark.slow("deepspeed_compress/integrations")
+@pytest.mark.slow
 def test_what_only_started_processes_compress_is_compressed(tmp_path: Path) -> None:
     done = run_program(write(tmp_path, WAYS["subprocess"], TRAINS))
     assert "True" in done.stdout.splitlines(), done.stderr[-3000:]

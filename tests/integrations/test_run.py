@@ -356,7 +356,7 @@ def test_launchers_are_recognized_by_their_variables(environment: dict[str, str]
     assert runner._has_launcher(environment) is launched
 
 
-@pytest.mark.slow("deepspeed_compress/tools")
+@pytest.mark.slow
 def test_one_process_needs_neither_launcher_nor_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without these variables, DeepSpeed would ask mpi4py for the rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -223,7 +223,7 @@ def test_the_others_stay_equal_if_an_island_dies_at_any_instant(address: str, in
         one.end()
 
 
-@pytest.mark.slow("deepspeed_compress/transport")
+@pytest.mark.slow
 def test_a_link_slower_than_the_timeout_gets_more_time(address: str) -> None:
     """The time limit doubles after each void round."""
 

@@ -64,7 +64,7 @@ def means_of_the_fullest_stage(counters: Sequence[Mapping[str, float]], layout: 
     return {name: max(fmean(rank[name] for rank in stage) for stage in stages) for name in set(COUNTERS.values())}
 
 
-@pytest.mark.sampled(15, "deepspeed_compress/planner/traffic.py", "deepspeed_compress/planner/cluster.py")
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("layout", list(layouts()), ids=str)
 def test_predicted_bytes_are_those_that_training_counts(layout: Layout, tmp_path: Path) -> None:
     job = Job(

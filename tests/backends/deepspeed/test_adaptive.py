@@ -10,7 +10,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, own_data, run, start, weights
 from tests.support.methods import FP16
 
-pytestmark = pytest.mark.sampled(4, "deepspeed_compress/policy")
+pytestmark = pytest.mark.sampled(4)
 
 ADAPTIVE = {"probe_every": 4, "max_error": 0.3, "candidates": [{"bits": 8}, {"bits": 4}, {"bits": 2}]}
 

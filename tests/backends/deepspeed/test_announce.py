@@ -13,7 +13,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, network, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed/announce.py")
+SAMPLED = pytest.mark.sampled(4)
 
 WHOLE = {"reduce_bucket_size": 10**6}
 FIGURES = re.compile(r"rank 0 sends about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes")

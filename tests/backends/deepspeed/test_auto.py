@@ -150,7 +150,7 @@ def resume(rank: int, job: Job, directory: str, saved: int, times: tuple[float, 
     return continued, (run(again, batches[saved:]), weights(again))
 
 
-@pytest.mark.sampled(3, "deepspeed_compress/policy")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "saved"), [(0, LENGTH + 2), (1, LENGTH), (2, LENGTH + 1), (3, LENGTH + 2), (1, RUN), (2, RUN + 1)]
 )

@@ -8,7 +8,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, Outcome, network, train
 from tests.support.methods import BF16, FP32_SUMS, METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-SAMPLED = pytest.mark.sampled(8, "deepspeed_compress/backends/deepspeed/gradients")
+SAMPLED = pytest.mark.sampled(8)
 
 
 STEPS = {"randomk": 80}

@@ -20,7 +20,7 @@ from tests.support.jobs import Job, data, engines, run
 from tests.support.methods import FP32_SUMS, NONE
 from tests.support.resuming import save_and_resume
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed/gradients")
+SAMPLED = pytest.mark.sampled(4)
 
 SMALL = {"reduce_bucket_size": 200}
 """Bucket size at which the gradients of the network make four buckets."""

@@ -22,7 +22,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, network, run, weights
 from tests.support.messages import refusal
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed/initialize.py")
+SAMPLED = pytest.mark.sampled(4)
 
 PACKAGE = "deepspeed_compress."
 ENGINE = PACKAGE + "backends.deepspeed."

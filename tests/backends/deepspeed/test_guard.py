@@ -20,8 +20,7 @@ from tests.support.jobs import Job, data, own_data, run, start, steady_data, tra
 from tests.support.methods import BF16, FP32_SUMS, UNCLIPPED
 from tests.support.seeds import SEEDS, Excess
 
-SOURCES = ("deepspeed_compress/policy",)
-pytestmark = pytest.mark.sampled(4, *SOURCES)
+pytestmark = pytest.mark.sampled(4)
 
 STEPS = 60
 GUARDED = {"gradients": {"bits": 4}, "guard": GUARD}
@@ -118,7 +117,7 @@ def check_cleared(story: Story) -> None:
     assert story.settings[-1] == "blockwise bits=4"
 
 
-@pytest.mark.slow(*SOURCES)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [poison, poison_nan])
 def test_training_with_a_poisoned_residual_ends_as_without(kind: str, fault: Disturb) -> None:

@@ -20,7 +20,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start
 from tests.support.methods import BF16, FP32_SUMS
 
-SAMPLED = pytest.mark.sampled(12, "deepspeed_compress/backends/deepspeed/node_gradients.py")
+SAMPLED = pytest.mark.sampled(12)
 RANDOM = {
     "gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0},
     "parallelism": {"shard_within": 2},

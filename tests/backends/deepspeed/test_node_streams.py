@@ -17,7 +17,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import FP32_SUMS
 
-pytestmark = pytest.mark.sampled(6, "deepspeed_compress/backends/deepspeed/node_gradients.py")
+pytestmark = pytest.mark.sampled(6)
 SECTION = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 0}, "parallelism": {"shard_within": 2}}
 TWO = {"accumulation": 2}
 OF_ZERO_3 = {

@@ -11,7 +11,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, largest_difference, run, start, weights
 from tests.support.methods import FP16, OFFLOAD
 
-SAMPLED = pytest.mark.sampled(6, "deepspeed_compress/backends/deepspeed/node_gradients.py")
+SAMPLED = pytest.mark.sampled(6)
 NODES: Mapping[str, Any] = {"parallelism": {"shard_within": 2}}
 UNCOMPRESSED: Mapping[str, Any] = {**NODES, "gradients": {"method": "none"}}
 INT4: Mapping[str, Any] = {**NODES, "gradients": {"bits": 4, "block_size": 32, "min_numel": 0}}

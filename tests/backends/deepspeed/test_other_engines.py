@@ -16,9 +16,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, make_engine, network, run, start, train, weights
 from tests.support.methods import NONE
 
-SAMPLED = pytest.mark.sampled(
-    4, "deepspeed_compress/backends/deepspeed/division.py", "tests/backends/deepspeed/test_other_engines.py"
-)
+SAMPLED = pytest.mark.sampled(4)
 ISLANDS: Mapping[str, Any] = {**NONE, "islands": {"size": 2, "sync_every": 2}}
 NODES: Mapping[str, Any] = {**NONE, "parallelism": {"shard_within": 2}}
 RANKS = 4

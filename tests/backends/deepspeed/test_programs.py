@@ -21,13 +21,13 @@ def unexpected(directory, stage: int, sections: tuple[str, ...], programs=PROGRA
     ]
 
 
-@pytest.mark.slow("tests/backends/deepspeed/programs")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1])
 def test_uncompressed_exchange(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw")) == []
 
 
-@pytest.mark.slow("tests/backends/deepspeed/programs")
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):
@@ -36,7 +36,7 @@ def test_every_section(tmp_path, stage):
     assert unexpected(tmp_path, stage, sections) == []
 
 
-@pytest.mark.slow("tests/backends/deepspeed/programs")
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_within_nodes(tmp_path, stage):
@@ -44,14 +44,14 @@ def test_sharded_within_nodes(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "nodes"), PROGRAMS_ON_NODES) == []
 
 
-@pytest.mark.slow("tests/backends/deepspeed/programs")
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nodes_exchange_during_backward(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw nodes"), PROGRAMS_ON_RAW_NODES) == []
 
 
-@pytest.mark.slow("tests/backends/deepspeed/programs")
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adapters_with_other_sections(tmp_path, stage):

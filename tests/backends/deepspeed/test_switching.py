@@ -23,7 +23,7 @@ from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import FP16, NO_MOMENTUM
 from tests.support.threads import run_threads
 
-pytestmark = pytest.mark.sampled(8, "deepspeed_compress/policy")
+pytestmark = pytest.mark.sampled(8)
 
 BITS, RANK2, RANK4 = {"bits": 4}, {"method": "powersgd", "rank": 2}, {"method": "powersgd", "rank": 4}
 THREE = {"method": "sign", "levels": 3, "block_size": 64}

@@ -38,8 +38,7 @@ from tests.support.methods import BF16, FP16, FP32_SUMS, NONE
 from tests.support.seeds import SEEDS, Excess
 from tests.support.tensor_islands import start_tensor, take_steps
 
-SOURCES = ("deepspeed_compress/backends/deepspeed/weights",)
-SAMPLED = pytest.mark.sampled(8, *SOURCES)
+SAMPLED = pytest.mark.sampled(8)
 
 INT8 = Blockwise(bits=8, block_size=32)
 INT4_STOCHASTIC = Blockwise(bits=4, block_size=32, stochastic=True)
@@ -197,7 +196,7 @@ def test_replicas_agree_and_follow_the_masters(name: str) -> None:
     assert_followed([one, other], epsilon_of(job))
 
 
-@pytest.mark.slow(*SOURCES)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_mean_losses_over_seeds_are_those_of_uncompressed_training(name: str) -> None:
     jobs = [replace(JOBS[name], steps=40, seed=seed) for seed in SEEDS]

@@ -20,7 +20,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, engines, network, run, start, train, weights
 from tests.support.resuming import save_and_resume
 
-SAMPLED = pytest.mark.sampled(4, "deepspeed_compress/backends/deepspeed/weights")
+SAMPLED = pytest.mark.sampled(4)
 
 INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
 ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})

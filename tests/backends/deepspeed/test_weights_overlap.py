@@ -19,7 +19,7 @@ from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, make_engine, pipeline, train_on
 
-SAMPLED = pytest.mark.sampled(8, "deepspeed_compress/backends/deepspeed/weights")
+SAMPLED = pytest.mark.sampled(8)
 
 WIDTH, STEPS = 12, 5
 

@@ -216,7 +216,7 @@ def goes_on(
     return seen
 
 
-@pytest.mark.slow("deepspeed_compress/local_sgd")
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
 def test_the_number_of_islands_may_change_when_all_restart(before: int, after: int, tmp_path: Path) -> None:
     come_back(goes_on, before, after, tmp_path)

@@ -13,7 +13,7 @@ from tests.tools.lint.starting import Outcome, read_configuration, start
 
 PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
 
-pytestmark = pytest.mark.sampled(28, "tests/tools/lint")
+pytestmark = pytest.mark.sampled(28)
 
 
 @pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")

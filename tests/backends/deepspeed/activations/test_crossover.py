@@ -18,7 +18,7 @@ from tests.support.threads import run_threads
 
 KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "experts", "sequence")
 NUMEL = 2**12
-OF_ENGINES = pytest.mark.sampled(6, "deepspeed_compress/backends/activations")
+OF_ENGINES = pytest.mark.sampled(6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

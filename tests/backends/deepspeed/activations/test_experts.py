@@ -24,7 +24,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import weights
 from tests.support.messages import refusal
 
-SLOW = pytest.mark.slow("deepspeed_compress/backends/activations")
+SLOW = pytest.mark.slow
 EIGHT: Mapping[str, Any] = {"experts": {"dispatch": {}, "combine": {}}}
 FOUR: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 4}, "combine": {"bits": 4}}}
 DISPATCH: Mapping[str, Any] = {"experts": {"dispatch": {"bits": 8}}}

@@ -82,7 +82,7 @@ def compile_part(rank: int) -> str:
     return refusal(UnsupportedError, train, engine)
 
 
-@pytest.mark.slow("deepspeed_compress/backends/activations")
+@pytest.mark.slow
 def test_a_part_that_is_compiled_later_is_refused_before_the_first_step() -> None:
     for message in run_forks(2, compile_part, shared_memory=True, compiled=True):
         assert message.startswith("/deepspeed_compress/activations/tensor: sums inside a compiled graph cannot be")

@@ -35,8 +35,7 @@ from tests.support.ulysses import (
     train,
 )
 
-SOURCES = ("deepspeed_compress/backends/activations",)
-SAMPLED, SLOW = pytest.mark.sampled(6, *SOURCES), pytest.mark.slow(*SOURCES)
+SAMPLED, SLOW = pytest.mark.sampled(6), pytest.mark.slow
 EIGHT: Mapping[str, Any] = {"sequence": {}}
 FOUR: Mapping[str, Any] = {"sequence": {"bits": 4}}
 UNCOMPRESSED: Mapping[str, Any] = {SECTION: {"gradients": {"method": "none"}}}

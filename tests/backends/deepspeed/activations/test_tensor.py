@@ -17,7 +17,7 @@ from tests.support.forks import run_forks
 from tests.support.jobs import largest_difference, make_engine, weights
 from tests.support.split_llama import LAYERS, Job, loss_of, replicated, start, tokens, train
 
-pytestmark = pytest.mark.sampled(6, "deepspeed_compress/backends/activations")
+pytestmark = pytest.mark.sampled(6)
 
 MERGED: Mapping[str, Any] = {"tensor": {}}
 EIGHT: Mapping[str, Any] = {"tensor": {"bits": 8}}
