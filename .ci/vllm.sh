@@ -2,7 +2,7 @@
 # Install vLLM for CPUs into an environment of its own, and run the tests with its engines there.
 # usage: bash .ci/vllm.sh DIRECTORY [ARGUMENTS OF PYTEST]
 set -euo pipefail
-environment="$1"
+environment="$(realpath -m "$1")"
 shift
 cd "$(dirname "$0")/.."
 if [ ! -d "$environment" ]; then
