@@ -205,7 +205,15 @@ class Served:
             self.url, self._log = f"http://127.0.0.1:{port}", log
         config = json.dumps({"backend": BACKEND})
         options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
-        command = [*VLLM, str(model), "--enforce-eager", "--enable-scale-out", "--weight-transfer-config", config, *options]
+        command = [
+            *VLLM,
+            str(model),
+            "--enforce-eager",
+            "--enable-scale-out",
+            "--weight-transfer-config",
+            config,
+            *options,
+        ]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         with log.open("w") as stream:
             self._process = subprocess.Popen(
