@@ -109,4 +109,7 @@ if __name__ == "__main__":
     jobs = [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
     if all(one.tensor == 1 for one in jobs):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        # By default, vLLM on CPU wants a NUMA node for each worker.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     print(json.dumps([asdict(run(job)) for job in jobs]))
