@@ -132,11 +132,11 @@ def publish(family: str, directory: Path, versions: int) -> Answers:
 def run_engines(directory: Path, *jobs: Job) -> list[dict[str, Any]]:
     file, program = directory / "jobs.json", Path(__file__).with_name("vllm_program.py")
     file.write_text(json.dumps(list(map(asdict, jobs))))
-    log = directory / "vllm.log"
+    log, results = directory / "vllm.log", directory / "results.json"
     with log.open("w") as stream:
-        done = subprocess.run([sys.executable, str(program), str(file)], stdout=subprocess.PIPE, stderr=stream)
+        done = subprocess.run([sys.executable, str(program), str(file), str(results)], stdout=stream, stderr=stream)
     assert done.returncode == 0, log.read_text()[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(results.read_text())
     return found
 
 

@@ -1,6 +1,6 @@
-"""Program that lets engines of vLLM follow published versions, and prints what they generate, in JSON.
+"""Program that lets engines of vLLM follow published versions, and writes what they generate, in JSON.
 
-Usage: python vllm_program.py JOBS, where JOBS is a file with a list of the fields of `Job`. All engines run in this
+Usage: python vllm_program.py JOBS RESULTS, two files: a list of the fields of `Job`, and those of `Result`. All engines run in this
 process, one after the other, except those with tensor parallelism.
 """
 
@@ -112,4 +112,5 @@ if __name__ == "__main__":
     else:
         # By default, vLLM on CPU wants a NUMA node for each worker.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    print(json.dumps([asdict(run(job)) for job in jobs]))
+    # Workers print to the standard output too, also after the last job.
+    Path(sys.argv[2]).write_text(json.dumps([asdict(run(job)) for job in jobs]))
