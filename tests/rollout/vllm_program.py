@@ -1,7 +1,7 @@
 """Program that lets engines of vLLM follow published versions, and writes what they generate, in JSON.
 
-Usage: python vllm_program.py JOBS RESULTS, two files: a list of the fields of `Job`, and those of `Result`. All engines run in this
-process, one after the other, except those with tensor parallelism.
+Usage: python vllm_program.py JOBS RESULTS, two files: a list of the fields of `Job`, and those of `Result`. All engines
+run in this process, one after the other, except those with tensor parallelism.
 """
 
 import json
