@@ -153,9 +153,12 @@ TABLE = {
     "rollout": allow(
         "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "
         "model_families safe_files",
-        "pydantic torch",
+        "numpy pydantic torch",
     ),
-    "rollout.vllm": allow("errors rollout", "torch", lazily="transformers"),
+    "rollout.checkpoint_names": allow("errors", "torch", lazily="torch transformers"),
+    "rollout.vllm": allow("errors", lazily="vllm"),
+    "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),
+    "rollout.vllm_worker": allow("errors rollout", "numpy torch vllm"),
     "rollout.served_store": allow("rollout.store rollout.store_server errors transport"),
     "rollout.store_server": allow("rollout.store errors transport"),
     "rollout.lossy": allow("compression.compressors.quantizers", "torch"),
@@ -194,7 +197,7 @@ TABLE = {
         "checkpointing.completeness checkpointing.directory config errors local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed torch transformers",
     ),
-    "integrations.trl": allow("errors rollout.vllm session.patches", "trl"),
+    "integrations.trl": allow("errors rollout.checkpoint_names rollout.vllm session.patches", "trl"),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
     "integrations.plain": allow(
         "errors integrations.patching",

@@ -5,7 +5,6 @@ after the other, and broadcasts them to the server by NCCL. Here the section's `
 the last step, and the server is told to load them. No NCCL group with the server is needed.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,21 +15,18 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from deepspeed_compress.errors import ConfigError, RolloutError
-from deepspeed_compress.rollout.vllm import check_no_adapters
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.rollout.checkpoint_names import check_no_adapters
+from deepspeed_compress.rollout.vllm import ServedEngine, follow_weights, load_version
 from deepspeed_compress.session.patches import replaced
-
-_PATIENCE = 120.0
-"""Seconds in which a version must reach the server. A network file system may show new files a minute late."""
-_POLL_S = 0.1
 
 
 @contextmanager
 def published_weights(directory: str) -> Iterator[None]:
     """Let a GRPOTrainer that is made inside the block update its vLLM server by published weights.
 
-    The server must have been started with the extension `deepspeed_compress.rollout.vllm.WeightUpdates`, and the
-    trainer's DeepSpeed configuration must have the key `rollout` in the section.
+    The server must have been started with the weight transfer backend "deepspeed_compress", and the trainer's DeepSpeed
+    configuration must have the key `rollout` in the section.
 
     Args:
         directory: the published versions, as the hosts of the server see them.
@@ -54,11 +50,6 @@ class _Client(VLLMClient):  # type: ignore[misc]  # TRL has no types
 
     def init_communicator(self, device: Any = 0) -> None:
         """Do nothing: weights travel through the store."""
-
-    def call_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of the extension on all workers of the server, between requests. Return their results."""
-        answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "args": list(args)})
-        return list(answer["results"])
 
 
 class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
@@ -86,19 +77,8 @@ class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
             publisher.publish()
         publisher.wait()
         if self.accelerator.is_main_process:
+            engine = ServedEngine(self.vllm_client.base_url)
             if not self._followed:
-                self.vllm_client.call_workers("follow_weights", self._directory)
+                follow_weights(engine, self._directory)
                 self._followed = True
-            self._load(publisher.version)
-            self.vllm_client.reset_prefix_cache()
-
-    def _load(self, version: int) -> None:
-        """Let the server load until all of its workers have `version`. vLLM returns their numbers as texts."""
-        until = time.monotonic() + _PATIENCE
-        while {int(one) for one in self.vllm_client.call_workers("load_published_weights")} != {version}:
-            if time.monotonic() > until:
-                raise RolloutError(
-                    f"the vLLM server has not loaded version {version} in {_PATIENCE:g} seconds: {self._directory!r}, "
-                    'as its hosts see it, must be the "directory" of the section\'s "rollout"'
-                )
-            time.sleep(_POLL_S)
+            load_version(engine, publisher.version)

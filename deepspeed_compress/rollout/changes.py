@@ -152,12 +152,15 @@ def encode_lossy(old: Tensor, new: Tensor, bits: int) -> bytes:
     return payload
 
 
-def apply(payload: bytes, held: Tensor) -> None:
+def apply(payload: bytes, held: Tensor) -> NDArray[np.int64] | None:
     """Bring `held` to the version that `payload` leads to, in place. If this raises, `held` is unchanged.
 
     Args:
         payload: bytes of `encode`.
         held: a flat, contiguous tensor on the CPU with the old version's values; with any values for a full copy.
+
+    Returns:
+        The positions of the changed values, in ascending order; None if the payload has no positions.
 
     Raises:
         ChangeError: the payload is malformed or made for a tensor of another size or width.
@@ -174,19 +177,20 @@ def apply(payload: bytes, held: Tensor) -> None:
         differences = _unzigzag(sections.integers(positions.size, header.item_bytes))
         sections.end()
         values[positions] += differences
-        return
+        return positions
     if header.layout in _BITS:
         bits = _BITS[header.layout]
         codes = torch.from_numpy(sections.take(lossy.code_bytes(header.numel, bits)))
         sections.end()
         lossy.add(codes, bits, held)
-        return
+        return None
     found = sections.integers(header.numel, header.item_bytes)
     sections.end()
     if header.layout is Layout.DENSE:
         values += _unzigzag(found)
     else:
         values[:] = found
+    return None
 
 
 def count_changed(payload: bytes) -> int:

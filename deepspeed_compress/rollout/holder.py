@@ -8,7 +8,7 @@ from torch import nn
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.store import Store
-from deepspeed_compress.rollout.versions import find_versions, read_manifest
+from deepspeed_compress.rollout.versions import Dtype, find_versions, read_manifest
 
 
 def make_holder(store: Store) -> nn.Module:
@@ -23,10 +23,11 @@ def make_holder(store: Store) -> nn.Module:
     if not versions:
         raise RolloutError("nothing has been published yet: publish the initial weights first")
     manifest = read_manifest(store, max(versions))
-    return _module(manifest.tensors, DTYPES[manifest.dtype])
+    return make_module(manifest.tensors, manifest.dtype)
 
 
-def _module(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> nn.Module:
+def make_module(tensors: Mapping[str, tuple[int, ...]], dtype: Dtype) -> nn.Module:
+    """Return a module on the CPU with parameters of these names and shapes, whose values are zero."""
     root = nn.Module()
     for name, shape in tensors.items():
         parent = root
@@ -35,5 +36,5 @@ def _module(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> nn.Mo
             if part not in parent._modules:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        parent.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+        parent.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=DTYPES[dtype]), requires_grad=False))
     return root

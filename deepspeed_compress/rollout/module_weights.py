@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
@@ -29,17 +31,24 @@ class ModuleWeights:
         _check(parameters, manifest.tensors, self._dtype)
         self._tensors = {name: parameters[name].detach() for name in manifest.tensors}
 
-    def apply(self, one: EncodedSlice) -> None:
+    def apply(self, one: EncodedSlice) -> NDArray[np.int64] | None:
         """Bring a slice to its next version, in place.
+
+        Returns:
+            The positions of the changed values in the flattened parameter; None if any of them may have changed.
 
         Raises:
             RolloutError: the change is malformed or made for another tensor.
         """
         place = self._place(one.slice)
         held = self._published(place)
-        apply(one.payload, held)
+        changed = apply(one.payload, held)
         if held.data_ptr() != place.data_ptr():
             place.copy_((held if held.dtype is place.dtype else _widened(held)).view(place.shape))
+        if changed is None or one.slice.rows == 1:
+            return None if changed is None else changed + one.slice.start
+        row, column = np.divmod(changed, place.shape[1])
+        return one.slice.start + row * one.slice.stride + column
 
     def verify(self, slices: Sequence[SliceDigest]) -> None:
         """Check that the module holds the version of the manifest, of which `slices` are all digests.

