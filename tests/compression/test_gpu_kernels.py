@@ -131,6 +131,7 @@ def check_unlike_rows(device: torch.device) -> None:
             assert_same(gpu.top_k_rows(rows.to(device), k), reference.top_k_rows(rows, k))
 
 
+@pytest.mark.slow
 def test_top_k_of_rows_unlike_random_numbers_matches_the_reference(run: Runner) -> None:
     run(check_unlike_rows)
 
