@@ -15,8 +15,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -36,9 +37,13 @@ from deepspeed_compress.errors import RolloutError
 
 _LARGEST_BODY = 1 << 26
 """Bytes of the largest request."""
+_RETRY_AFTER_S = 1
+"""Seconds after which a client whose request was refused for load should try again."""
 
 
-def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: str | None = None) -> FastAPI:
+def make_endpoint(
+    policy: Policy, tokenizer: Any, name: str = "policy", secret: str | None = None, most_tokens: int = 1 << 22
+) -> FastAPI:
     """Return the application that serves `policy`; run it with uvicorn.
 
     Args:
@@ -46,11 +51,13 @@ def make_endpoint(policy: Policy, tokenizer: Any, name: str = "policy", secret: 
         tokenizer: a tokenizer of transformers. Without a chat template, the contents of messages are joined by lines.
         name: name of the model.
         secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
+        most_tokens: most tokens, of prompts and longest answers, of the requests that wait or run together. A request
+            beyond them is refused with status 429 and a header Retry-After. A larger request runs alone.
     """
     handlers: Any = {StarletteError: _refused, RequestValidationError: _malformed, Exception: _failed}
     app = FastAPI(title=name, exception_handlers=handlers)
     app.add_middleware(_Guard, secret=secret)
-    service = _Service(policy, tokenizer, name)
+    service = _Service(policy, tokenizer, name, _TokensInFlight(most_tokens))
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/version", service.version, methods=["GET"])
@@ -131,11 +138,34 @@ async def _while_connected(futures: Sequence["Future[Answer]"], connection: Requ
             future.cancel()
 
 
+class _TokensInFlight:
+    """Tokens of the requests that wait or run, at most `most` unless a single request has more."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+
+    @contextmanager
+    def hold(self, tokens: int) -> Iterator[None]:
+        """Count the tokens of a request while it waits and runs.
+
+        Raises:
+            HTTPException: with status 429, there are too many.
+        """
+        if self._held and self._held + tokens > self._most:
+            busy = f"requests with {self._held} tokens are being answered (allowed: {self._most}): try again later"
+            raise HTTPException(429, busy, {"Retry-After": str(_RETRY_AFTER_S)})
+        self._held += tokens
+        try:
+            yield
+        finally:
+            self._held -= tokens
+
+
 class _Service:
     """Handlers of the endpoint."""
 
-    def __init__(self, policy: Policy, tokenizer: Any, name: str) -> None:
-        self._policy, self._tokenizer, self._name = policy, tokenizer, name
+    def __init__(self, policy: Policy, tokenizer: Any, name: str, in_flight: _TokensInFlight) -> None:
+        self._policy, self._tokenizer, self._name, self._in_flight = policy, tokenizer, name, in_flight
 
     async def version(self) -> dict[str, int]:
         return {"version": self._policy.version}
@@ -154,9 +184,10 @@ class _Service:
         longest = self._policy.longest
         sampling = request.sampling(self._tokenizer, None if longest is None else longest - len(prompt))
         self._check_length(len(prompt) + sampling.max_tokens)
-        futures = [self._policy.submit(prompt, sampling) for _ in range(request.n)]
         try:
-            answers = await _while_connected(futures, connection)
+            with self._in_flight.hold(request.n * (len(prompt) + sampling.max_tokens)):
+                futures = [self._policy.submit(prompt, sampling) for _ in range(request.n)]
+                answers = await _while_connected(futures, connection)
         except asyncio.CancelledError:
             if not self._policy.stopped:
                 raise

@@ -480,6 +480,29 @@ def test_an_unknown_model_is_refused_as_by_openai() -> None:
         assert answers.post("/v1/chat/completions", json=request | {"model": one["id"]}).status_code == 200
 
 
+def test_tokens_in_flight_are_limited_and_given_back() -> None:
+    """A request of 5 + 15 tokens runs alone, although 10 are allowed. Two at once are too many."""
+    httpx = pytest.importorskip("httpx")
+    from deepspeed_compress.agents.endpoint import make_endpoint
+
+    begin = threading.Event()
+    app = make_endpoint(Policy(network(), PAD, END, held_until(begin), idle_s=0.001), tokenizer(), most_tokens=10)
+    request = {"messages": [{"role": "user", "content": "12+3="}], "max_tokens": 15}
+
+    async def ask() -> list[Any]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://testserver") as asking:
+            first = asyncio.ensure_future(asking.post("/v1/chat/completions", json=request))
+            await asyncio.sleep(0.2)
+            refused = await asking.post("/v1/chat/completions", json=request)
+            begin.set()
+            return [refused, await first, await asking.post("/v1/chat/completions", json=request)]
+
+    refused, first, later = asyncio.run(ask())
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert "20 tokens are being answered (allowed: 10)" in refused.json()["error"]["message"]
+    assert (first.status_code, later.status_code) == (200, 200)
+
+
 def test_an_error_of_the_model_has_openais_form() -> None:
     model = network()
     with torch.no_grad():
