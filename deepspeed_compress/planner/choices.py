@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.layout import Layout, Layouts
+from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts
 from deepspeed_compress.planner.search import ISLANDS_LOST, TIE, Candidate, Job, Plan, loss_gap
 
 FASTER = 0.9
 """Share of the seconds of all other choices that another layout must stay below to be a choice, too."""
+ROUND, WORTH = 8, 0.05
+"""Sequences for each GPU that a round batch is a multiple of, and the gain in rate that makes one worth a note."""
+TRIED = 10
+"""Layouts that are predicted with such a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +130,31 @@ def _predicted(job: Job, layout: Layout) -> Candidate:
 def _choice(name: str, candidate: Candidate, job: Job) -> Choice:
     gap = loss_gap(candidate.layout, job.model.parameters)
     return Choice(name, candidate, f"{100 * gap:.2f} %" if gap else "")
+
+
+def better_batch(job: Job, plan: Plan) -> tuple[int, float] | None:
+    """Return the better of the two round batches next to that of the job, and its gain in tokens per second.
+
+    None if the batch is round, or neither gains `WORTH`. Only the fastest layouts are predicted again.
+    """
+    unit = ROUND * job.cluster.gpus
+    below = job.batch // unit * unit
+    nearby = [batch for batch in (below, below + unit) if 0.5 <= batch / job.batch <= 2]
+    if below == job.batch or not nearby:
+        return None
+    rates = {batch: max(_rates(job, plan, batch), default=0.0) for batch in nearby}
+    best = max(rates, key=rates.__getitem__)
+    gain = rates[best] / plan.candidates[0].prediction.rate - 1
+    return (best, gain) if gain > WORTH else None
+
+
+def _rates(job: Job, plan: Plan, batch: int) -> Iterator[float]:
+    """Yield the tokens per second of the fastest layouts with another batch, in all micro-batches that fit."""
+    fastest = [one.layout for one in plan.candidates[:TRIED]]
+    for layout, micro in product(fastest, MICRO_BATCHES):
+        count, left = divmod(batch, layout.data * micro)
+        if left or count < layout.pipeline or (layout.virtual > 1 and count % layout.pipeline):
+            continue
+        found = _predicted(job, replace(layout, micro=micro, accumulation=count))
+        if found.verdict != "does not fit":
+            yield found.prediction.rate

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.planner.choices import FASTER, Choice
+from deepspeed_compress.planner.choices import FASTER, Choice, better_batch
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.predict import Prediction
@@ -121,6 +121,9 @@ def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
 
 def _doubts(plan: Plan, job: Job) -> Iterator[str]:
     """Yield what speaks against the batch, or against the prediction."""
+    better = better_batch(job, plan)
+    if better is not None:
+        yield f"With {better[0]} sequences per step, {better[1]:.0%} more tokens would be trained per second."
     limit = critical_batch(job.tokens)
     if job.batch * job.seq > limit:
         yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."

@@ -92,11 +92,20 @@ class Mirror(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return MIRROR
 
+    def arrive(self, kind: str, size: float) -> Any:
+        """Return the handle of a collective, whose data is there.
+
+        Args:
+            kind: Name of its cost in `planner.cluster.Links`: "reduce", "gather", "scatter", "exchange".
+            size: Bytes of its whole buffer.
+        """
+        return _done()
+
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self.size())
-        return _done()
+        return self.arrive("reduce", sum(tensor.nbytes for tensor in tensors))
 
     allreduce_coalesced = reduce = allreduce
 
@@ -109,32 +118,34 @@ class Mirror(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         for parts, mine in zip(outputs, inputs, strict=True):
             _reflect_all([mine] * len(parts), parts)
-        return _done()
+        return self.arrive("gather", sum(part.nbytes for parts in outputs for part in parts))
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
         # A copy, because `mine` may be a part of the output.
         reflected = mine.clone().view(-1)
         output.view(self.size(), -1).copy_(reflected)
-        return _done()
+        return self.arrive("gather", output.nbytes)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         torch.mul(whole.view(self.size(), *output.shape)[self.rank()], self.size(), out=output)
-        return _done()
+        return self.arrive("scatter", whole.nbytes)
 
     # Names of the same methods in torch 2.13 and later.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         _reflect_all(inputs, outputs)
-        return _done()
+        return self._exchanged([one.nbytes for one in inputs])
 
     def alltoall_base(
         self, output: Tensor, sent: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any = None
     ) -> Any:
         """Exchange parts of buffers. Neighboring parts that are as long as the message are copied at once."""
+        row = sent.nbytes // max(1, len(sent))
+        sizes = [row * count for count in inputs] or [sent.nbytes // self.size()] * self.size()
         if list(outputs) == list(inputs):
             output.copy_(sent)
-            return _done()
+            return self._exchanged(sizes)
         output.zero_()
         targets, sources = list(accumulate(outputs, initial=0)), list(accumulate(inputs, initial=0))
         same = [one == other and one > 0 for one, other in zip(outputs, inputs, strict=True)]
@@ -143,7 +154,12 @@ class Mirror(dist.ProcessGroup):
             if is_same:
                 first, end = run[0], run[-1] + 1
                 output[targets[first] : targets[end]] = sent[sources[first] : sources[end]]
-        return _done()
+        return self._exchanged(sizes)
+
+    def _exchanged(self, sizes: Sequence[int]) -> Any:
+        """Return the handle of an exchange with a message of `sizes` bytes for each rank. That for itself is none."""
+        others = sum(sizes) - sizes[self.rank()]
+        return self.arrive("exchange", others * self.size() / max(1, self.size() - 1))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
         letter = self._posted[source, tag] = Letter(tensors[0])

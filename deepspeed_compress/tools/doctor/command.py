@@ -60,9 +60,12 @@ def _described(need: str) -> str:
 
 
 def _with_valid_patch(case: Case, one: Diagnostic) -> Diagnostic:
-    """Return the finding without its patch if the patched configuration would be invalid."""
-    is_invalid = one.patch is not None and find_problems(apply(case.run.config, one.patch))
-    return replace(one, patch=None) if is_invalid else one
+    """Return the finding without its patch, and with the reason, if the patched configuration would be invalid."""
+    problems = [] if one.patch is None else find_problems(apply(case.run.config, one.patch))
+    if not problems:
+        return one
+    reason = f"There is no patch, because the patched configuration would be invalid: {problems[0]}"
+    return replace(one, patch=None, remedy=f"{one.remedy} {reason}")
 
 
 def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:

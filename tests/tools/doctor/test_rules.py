@@ -384,6 +384,14 @@ def test_remedy_for_a_slow_network_depends_on_the_configuration() -> None:
     assert "latency" in examine(small).diagnostics[0].remedy
 
 
+def test_a_patch_that_would_be_invalid_is_replaced_by_the_reason() -> None:
+    found = replace(run(losses=losses(rising)), config=config({"method": "blockwise", "bits": 99}))
+    one = examine(found).diagnostics[0]
+    assert (one.name, one.patch) == ("diverging", None)
+    assert "There is no patch, because the patched configuration would be invalid: " in one.remedy
+    assert "/gradients/bits" in one.remedy
+
+
 def test_run_slower_than_its_baseline_is_reported() -> None:
     slow = run({"step_ms": 280.0, "communicate_ms": 40.0})
     dense = run({"method": "none", "step_ms": 240.0}, config({"method": "none"}, weights=None))

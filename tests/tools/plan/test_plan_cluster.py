@@ -116,6 +116,13 @@ def test_batch_and_length_are_those_of_the_configuration_and_the_model(
         assert title in found if sequences else "--batch: is missing" in captured.err
 
 
+def test_a_better_batch_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model) == 0
+    assert "more tokens would be trained per second" not in capsys.readouterr().out
+    assert plan(model, "--batch", "1008") == 0
+    assert "With 1024 sequences per step, " in capsys.readouterr().out
+
+
 def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--all") == 0
     out = capsys.readouterr().out
