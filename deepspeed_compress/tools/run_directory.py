@@ -66,7 +66,6 @@ EVENT_FIELDS: Mapping[str, Field] = {
     "dry_run": _FLAG,
 }
 SUMMARY_FIELDS: Mapping[str, Field] = {
-    "sample": _TEXT,
     "monitor_path": _TEXT,
     "run": _TEXT,
     "tokens_per_s": _NUMBER,

@@ -49,7 +49,7 @@ def write_run(directory: Path) -> None:
     event = {"step": 3, "kind": "anomaly", "reason": "why", "evidence": {"norm": 1.0}, "before": "a", "after": "b"}
     journal.add("events.jsonl", event)
     journal.write("ds_config.json", json.dumps(config(rollout={"directory": "/shared"})))
-    summary = {"eval_loss": 3.0, "tokens_per_s": 10.0, "sample": "text", "run": "a", "parameters": 10}
+    summary = {"eval_loss": 3.0, "tokens_per_s": 10.0, "run": "a", "parameters": 10}
     journal.write("summary.json", json.dumps(summary))
     trainer_run(directory)
     (directory / "train_results.json").write_text(json.dumps({"train_loss": 3.1, "train_runtime": 6.0}))

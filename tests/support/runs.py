@@ -26,7 +26,7 @@ def small_run(directory: Path, loss: float, sent: int | None, **kinds: int | Non
     if sent is not None:
         measured = {"bytes_sent": sent, "bytes_uncompressed": 8_000_000, "ratio": 8_000_000 / sent, **kinds}
         write_lines(directory / "compression.jsonl", [{"step": step, **measured} for step in (1, 2, 3)])
-    summary = {"eval_loss": loss, "steps": 3, "config": "<ds>.json", "sample": "a\n\n\n\nb", "parameters": 1234}
+    summary = {"eval_loss": loss, "steps": 3, "config": "<ds>.json", "parameters": 1234}
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
 
@@ -41,7 +41,7 @@ def long_run(directory: Path, compressed: bool) -> Path:
     change = {"reason": REASON, "before": "none", "after": SETTING}
     events = [{"step": 55 * index, "kind": kind, **change} for index, kind in enumerate(KINDS, 1)]
     write_lines(directory / "events.jsonl", events if compressed else [])
-    (directory / "summary.json").write_text(json.dumps({"config": "a.json", "sample": "word " * 80, "seed": 1}))
+    (directory / "summary.json").write_text(json.dumps({"config": "a.json", "seed": 1}))
     return directory
 
 

@@ -28,7 +28,7 @@ CLEAN, FOUND, FAILED = 0, 1, 2
 
 _DETECTED_BY: Mapping[Framework, str] = {
     "hf": '"auto" values or the file that names it',
-    "accelerate": "the file of Accelerate that names it",
+    "accelerate": "keys of Accelerate",
 }
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from pathlib import Path as FilePath
 from pathlib import PurePath
 
 from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
@@ -15,6 +14,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import check_regular
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.options import Framework
+from deepspeed_compress.tools.lint.rules.accelerate import SECTION, YAML, file_name, find_file, is_used
 from deepspeed_compress.tools.lint.rules.auto import BY_TRAINER
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.values import AUTO
@@ -23,7 +23,6 @@ STDIN = "-"
 MAX_BYTES = 64 * 2**20
 """Maximum number of bytes of a file. Larger files are not read."""
 
-YAML = (".yaml", ".yml")
 _SUFFIXES = (".json", ".hjson", *YAML)
 _SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
 _MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
@@ -31,9 +30,7 @@ _NAMES = ("ds_config*", "ds_zero*", "deepspeed_config*")
 _KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compress")
 """Keys that occur only in DeepSpeed configurations."""
 _MARKED = re.compile("|".join(_KEYS).encode())
-_ACCELERATE = "deepspeed_config"
-"""Section of Accelerate's configuration with settings of DeepSpeed, or the name of its configuration."""
-_MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_KEYS, _ACCELERATE))})[\"']?[ \t]*:".encode(), re.MULTILINE)
+_MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_KEYS, SECTION))})[\"']?[ \t]*:".encode(), re.MULTILINE)
 
 _NAMING = ("deepspeed", "accelerate_config")
 """Keys of LLaMA-Factory, ms-swift, axolotl and TRL that name a configuration of DeepSpeed or Accelerate."""
@@ -138,7 +135,7 @@ def _read(path: str, found: bool = False, follow: bool = True) -> Iterator[Sourc
 
 
 def _of_yaml(path: str, content: bytes, follow: bool) -> Iterator[Source]:
-    """Yield the configuration in a YAML file, or those that it names if it is Accelerate's or a framework's.
+    """Yield the configuration in a YAML file, which is Accelerate's or DeepSpeed's, and those that it names.
 
     Most YAML files do neither.
     """
@@ -147,8 +144,8 @@ def _of_yaml(path: str, content: bytes, follow: bool) -> Iterator[Source]:
             yield from _named_by_framework(_document(path, content))
         return
     document = _document(path, content)
-    if document.has(_ACCELERATE):
-        yield from _named_by_accelerate(document)
+    if document.has(SECTION):
+        yield from _of_accelerate(document)
     elif document.problems or is_config(document):
         yield Source(document)
 
@@ -160,32 +157,25 @@ def _named_by_framework(document: Document) -> Iterator[Source]:
             yield replace(source, framework=source.framework or "hf")
 
 
-def _named_by_accelerate(document: Document) -> Iterator[Source]:
-    """Yield the configuration that one of Accelerate names. Settings of its own cannot have our section."""
+def _of_accelerate(document: Document) -> Iterator[Source]:
+    """Yield a configuration of Accelerate, unless its section is empty and unused, and the one that it names."""
     ranks = document.get("num_processes")
     world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
-    # Accelerate reads the file as JSON, whatever its name.
-    for source in _named(document, document.get(_ACCELERATE, "deepspeed_config_file")):
+    if is_used(document) or document.get(SECTION):
+        yield Source(document, "accelerate", world_size)
+    name = file_name(document)
+    # Accelerate reads the file as JSON, whatever its name. If it is YAML, a rule reports that where it is named.
+    for source in _named(document, None if name is None or name.endswith(YAML) else name):
         yield replace(source, framework="accelerate", world_size=world_size)
 
 
 def _named(document: Document, name: object) -> Iterator[Source]:
     """Yield the configurations in the file `name`, if `document` names one that exists."""
-    file = _find_file(document, name) if isinstance(name, str) else None
+    file = find_file(document, name) if isinstance(name, str) else None
     for source in () if file is None else _read(file, follow=False):
         # Only `document` names this file. One that came from elsewhere must not change other files.
         near = any(_is_below(directory, source.path) for directory in (os.curdir, os.path.dirname(document.path)))
         yield replace(source, document=replace(source.document, fixable=source.document.fixable and near))
-
-
-def _find_file(document: Document, name: str) -> str | None:
-    """Return the path of a file that `document` names, or None if it does not exist.
-
-    Programs open the name relative to their working directory, which is usually above the directory of `document`.
-    """
-    beside = os.path.join(os.path.dirname(document.path), name)
-    above = (str(parent / name) for parent in FilePath(os.path.abspath(document.path)).parents)
-    return next((path for path in (name, beside, *above) if os.path.isfile(path)), None)
 
 
 def _is_below(directory: str, path: str) -> bool:

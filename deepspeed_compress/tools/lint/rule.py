@@ -138,6 +138,7 @@ _FAMILIES = {
     "DSC620": "tensor",
     "DSC700": "auto",
     "DSC710": "hugging-face",
+    "DSC730": "accelerate",
     "DSC740": "lightning",
     "DSC800": "silent",
     "DSC900": "compress",

@@ -10,13 +10,14 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.rules.accelerate import SECTION
 from deepspeed_compress.tools.lint.rules.syntax import placeholders, without_placeholders
 from deepspeed_compress.tools.lint.scanner import parse
 
 ALL = "ALL"
 _REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
-_ALWAYS = "DSC0"
-"""Rules of the syntax, which also apply if nothing could be read."""
+_ALWAYS = ("DSC0", "DSC73")
+"""Rules of the syntax and of Accelerate's configuration, which also apply if there is none of DeepSpeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def lint_document(
 ) -> list[Diagnostic]:
     """Return the findings of `rules` in `document`, in the order of its lines."""
     lines, spans = LineIndex(document.text), placeholders(document)
-    # If nothing could be read, only the rules about syntax apply.
-    chosen = (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))
+    has_settings = document.readable and not document.has(SECTION)
+    chosen = (rule for rule in rules if has_settings or rule.code.startswith(_ALWAYS))
     found = [
         # A document that cannot be edited gets no fix.
         replace(

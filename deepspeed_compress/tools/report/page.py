@@ -3,7 +3,6 @@
 import html
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +153,7 @@ def _missing(parts: Mapping[str, str]) -> str:
 
 
 def _details(run: Run) -> Iterable[str]:
-    """Yield the configuration of a run and the sample that its model wrote, as HTML."""
+    """Yield the configuration of a run, as HTML."""
     summary, name = run.files.summary or {}, _escape(run.name)
     if summary:
         config, model, seed = (summary.get(key) for key in ("config", "model", "seed"))
@@ -162,9 +161,6 @@ def _details(run: Run) -> Iterable[str]:
     if run.files.ds_config:
         text = _escape(json.dumps(masked(run.files.ds_config), indent=2))
         yield f"<details><summary>{name}: configuration</summary><pre>{text}</pre></details>"
-    if summary.get("sample"):
-        sample = _escape(re.sub(r"\n{3,}", "\n\n", summary["sample"]))
-        yield f"<details open><summary>{name}: a sample of what the model writes</summary><pre>{sample}</pre></details>"
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,25 @@ def _transformers(path: str, context: dict[str, Any]) -> None:
 
 
 def _accelerate(path: str, context: dict[str, Any]) -> None:
-    _prepare(path, _module({}, context))
+    if "deepspeed_config" in _read(path):
+        _launch(path)
+    else:
+        _prepare(path, _module({}, context))
+
+
+def _launch(path: str) -> None:
+    """Start as `accelerate launch` does with its own configuration."""
+    from accelerate.commands import launch  # type: ignore[import-untyped]
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env  # type: ignore[import-untyped]
+
+    arguments = launch.launch_command_parser().parse_args(["--config_file", path, "program.py"])
+    arguments, defaults, has_precision = launch._validate_launch_command(arguments)
+    fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    _, environment = prepare_deepspeed_cmd_env(arguments)
+    os.environ |= {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
+    DeepSpeedPlugin()
 
 
 def _prepare(config: Any, module: Any) -> None:

@@ -11,6 +11,8 @@ from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint import files
 from deepspeed_compress.tools.lint.files import Source, sources
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.runner import Selection, lint_document
 
 CONFIG = '{"zero_optimization": {"stage": 2}}'
 
@@ -148,7 +150,8 @@ def test_accelerate_with_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "a.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: z/other.json\n")
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "other.json").write_text(CONFIG)
-    [source] = read(tmp_path)
+    launch, source = read(tmp_path)
+    assert (launch.path, launch.document.fixable) == (str(tmp_path / "a.yaml"), False)
     assert source.document.data == {"zero_optimization": {"stage": 2}}
     assert (source.framework, source.world_size) == ("accelerate", None)
     assert source.document.fixable
@@ -167,7 +170,7 @@ def test_a_file_elsewhere_that_accelerate_names_is_read_but_not_corrected(
     if linked:
         Path(name).symlink_to(other)
     Path("a.yaml").write_text(f"deepspeed_config:\n  deepspeed_config_file: {name}\n")
-    [source] = read(Path("a.yaml"))
+    _, source = read(Path("a.yaml"))
     assert source.document.data == {"zero_optimization": {"stage": 2}}
     assert not source.document.fixable
 
@@ -186,7 +189,10 @@ def test_a_file_of_trl_names_one_of_accelerate(tmp_path: Path, monkeypatch: pyte
     Path("train.yaml").write_text("accelerate_config: launch.yaml\n")
     Path("launch.yaml").write_text("num_processes: 4\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
     Path("ds.json").write_text(CONFIG)
-    assert [(one.path, one.framework, one.world_size) for one in read("train.yaml")] == [("ds.json", "accelerate", 4)]
+    assert [(one.path, one.framework, one.world_size) for one in read("train.yaml")] == [
+        ("launch.yaml", "accelerate", 4),
+        ("ds.json", "accelerate", 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,3 +269,13 @@ def test_other_yaml_is_skipped(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.yml"
     file.write_text(text)
     assert read(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "NO", "FSDP", "MULTI_CPU", "MEGATRON_LM"])
+@pytest.mark.parametrize("section", ["{zero_stage: 2}", "{deepspeed_config_file: ds.json}"])
+def test_a_section_that_accelerate_does_not_use_is_reported(tmp_path: Path, kind: str, section: str) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stag": 2}}')
+    (tmp_path / "a.yaml").write_text(f"deepspeed_config: {section}\ndistributed_type: {kind}\n")
+    [source] = read(tmp_path / "a.yaml")
+    found = lint_document(source.document, Context(framework="accelerate"), Selection())
+    assert [(one.code, one.place.start[0]) for one in found] == [("DSC733", 2)]

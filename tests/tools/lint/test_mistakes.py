@@ -7,6 +7,7 @@ from typing import Any
 import hjson  # type: ignore[import-untyped]
 import pytest
 
+from deepspeed_compress.tools.lint.files import sources
 from deepspeed_compress.tools.lint.fixes import apply
 from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.rule import Context
@@ -16,7 +17,7 @@ from deepspeed_compress.tools.lint.scanner import parse
 CASES = hjson.loads(Path(__file__).with_name("mistakes.hjson").read_text(encoding="utf-8"), object_pairs_hook=dict)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", [case for case in CASES if "files" not in case], ids=lambda case: case["name"])
 def test_a_configuration_has_these_findings(case: dict[str, Any]) -> None:
     context = Context(**case.get("given", {}))
     text = case["text"] if "text" in case else json.dumps(case["config"], indent=1)
@@ -30,6 +31,21 @@ def test_a_configuration_has_these_findings(case: dict[str, Any]) -> None:
         fixed = apply(parse(text), lambda one: lint_document(one, context, Selection()), unsafe=True)
         assert fixed.document.data == case["fixed"]
         assert fixed.document.duplicates == 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "files" in case], ids=lambda case: case["name"])
+def test_files_have_these_findings(case: dict[str, Any], tmp_path: Path) -> None:
+    for name, text in case["files"].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = [
+        one
+        for source in sources([str(tmp_path / case.get("argument", "."))])
+        for one in lint_document(source.document, Context(source.world_size, framework=source.framework), Selection())
+    ]
+    assert [f"{one.code} {one.severity}" for one in found] == case["found"]
+    assert [list(one.place.start) for one in found] == case["starts"]
+    assert all(text in found[0].message for text in case.get("message", []))
 
 
 SECTIONS = sorted(

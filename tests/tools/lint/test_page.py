@@ -92,6 +92,7 @@ def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "ds_zero2.hjson": "",
         "deepspeed_config_1.json": '{"bf16": {}}',
         **dict.fromkeys(("zero2.json", "a/zero3.json", "a/stage2.json", "any.json"), '{"zero_optimization": {}}'),
+        "accelerate_config.yaml": "deepspeed_config: {}",
         "z.yml": "zero_optimization: {}",
     }.items():
         Path(name).parent.mkdir(exist_ok=True)

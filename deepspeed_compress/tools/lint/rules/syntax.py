@@ -12,6 +12,7 @@ from deepspeed_compress.tools.lint.document import Document, Extension, Member, 
 from deepspeed_compress.tools.lint.fixes import fix, remove, touches, unquoted
 from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, rule
+from deepspeed_compress.tools.lint.rules.accelerate import SECTION
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -231,6 +232,8 @@ def _stands_for_another(document: Document, member: Member) -> bool:
     bare = unquoted(document.text, member.value)
     if (_MARKED.match if bare else _MARKED.fullmatch)(text):
         return True
+    if document.has(SECTION):
+        return False  # Accelerate has words such as MULTI_GPU
     named = (_BARE if bare else _NAMED).fullmatch(text)
     return named is not None and text not in _WORDS and member.key not in _texts()
 
