@@ -297,7 +297,7 @@ class Steps:
             forward_only=forward_only,
         )
         # Only the last stage has losses.
-        total = torch.tensor([sum(float(one["loss"]) for one in losses), len(losses)], dtype=torch.float64)
+        total = torch.tensor([sum(float(loss["loss"]) for loss in losses), len(losses)], dtype=torch.float64)
         total = total.to(device(), torch.float32)
         dist.all_reduce(total)
         return float(total[0] / total[1])

@@ -50,13 +50,13 @@ class StopStrings:
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` before the first of the strings."""
         text = self._decode(tokens)
-        places = [place for one in self.strings if (place := text.find(one)) >= 0]
+        places = [place for string in self.strings if (place := text.find(string)) >= 0]
         return text[: min(places, default=len(text))]
 
     def end(self, tokens: Sequence[int]) -> bool:
         """Return True if one of the strings is in the text of `tokens`."""
         text = self._decode(tokens)
-        return any(one in text for one in self.strings)
+        return any(string in text for string in self.strings)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -101,7 +101,7 @@ def end_tokens(model: Any, end: int | Iterable[int] | None) -> frozenset[int]:
     A tokenizer names one token, but chat models may end a turn with another one, which generation_config.json lists.
     """
     settings = (model.config.get_text_config(), model.generation_config)
-    found = (end, *(getattr(one, "eos_token_id", None) for one in settings))
+    found = (end, *(getattr(setting, "eos_token_id", None) for setting in settings))
     return frozenset().union(*map(_ids, found))
 
 

@@ -82,7 +82,7 @@ def advantages(samples: Sequence[Sample]) -> list[float]:
     # Unlike fmean, mean is exact, so equal rewards have it as their mean.
     means = {name: statistics.mean(rewards) for name, rewards in groups.items()}
     spreads = {name: statistics.pstdev(rewards) for name, rewards in groups.items()}
-    return [(one.reward - means[one.group]) / (spreads[one.group] + 1e-6) for one in samples]
+    return [(sample.reward - means[sample.group]) / (spreads[sample.group] + 1e-6) for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def collate(samples: Sequence[Sample], of_samples: Sequence[float], pad: int | N
 
     `pad` is the id of the padding token; None if the tokenizer has none. The model does not attend to padding.
     """
-    longest = max(len(one.prompt) + len(one.completion) for one in samples)
+    longest = max(len(sample.prompt) + len(sample.completion) for sample in samples)
     tokens = torch.full((len(samples), longest), pad or 0)
     attention = torch.zeros(len(samples), longest, dtype=torch.int64)
     weights, logprobs = torch.zeros(len(samples), longest - 1), torch.zeros(len(samples), longest - 1)

@@ -98,8 +98,8 @@ class Learner:
         for _ in range(self._settings.epochs):
             order.shuffle(scored)
             losses += [self._step(chunk) for chunk in self._chunks(scored)]
-        lag = sum(version - one.version for one in samples) / len(samples)
-        rewards = [one.reward for one in first_turns(samples)]
+        lag = sum(version - sample.version for sample in samples) / len(samples)
+        rewards = [first_turn.reward for first_turn in first_turns(samples)]
         return Learned(len(losses), sum(losses) / len(losses), sum(rewards) / len(rewards), lag)
 
     def _chunks(self, scored: Sequence[tuple[Sample, float]]) -> Iterator[list[tuple[Sample, float]]]:

@@ -71,7 +71,9 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
-        return {name: one for name, one in fields.items() if one is not None} if isinstance(fields, dict) else fields
+        return (
+            {name: field for name, field in fields.items() if field is not None} if isinstance(fields, dict) else fields
+        )
 
 
 class Part(_Fields):
@@ -113,7 +115,7 @@ class Message(_Fields):
 
     @property
     def text(self) -> str:
-        return "\n".join(one.text for one in self.parts)
+        return "\n".join(part.text for part in self.parts)
 
 
 _Stop = Annotated[str, Field(min_length=1)]
@@ -169,7 +171,7 @@ def _unread_by_template(request: ChatRequest, tokenizer: Any) -> Iterator[str]:
     """Yield a problem for each field about tools that the chat template, if there is one, does not mention."""
     template = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=request.tools or None)
     found: dict[str, Any] = {"tools": request.tools}
-    found |= {f"messages/{number}/tool_calls": one.tool_calls for number, one in enumerate(request.messages)}
+    found |= {f"messages/{number}/tool_calls": message.tool_calls for number, message in enumerate(request.messages)}
     for place, value in found.items():
         if value and place.rpartition("/")[2] not in template:
             yield f"/{place}: the tokenizer has no chat template for it (allowed: null); leave it out or add a template"
@@ -182,8 +184,8 @@ def make_prompt(request: ChatRequest, tokenizer: Any) -> list[int]:
         HTTPException: the chat template refuses it, with the status 400.
     """
     if tokenizer.chat_template is None:
-        return list(tokenizer("\n".join(one.text for one in request.messages)).input_ids)
-    messages = [one.model_dump(exclude_defaults=True) | {"content": one.text} for one in request.messages]
+        return list(tokenizer("\n".join(message.text for message in request.messages)).input_ids)
+    messages = [message.model_dump(exclude_defaults=True) | {"content": message.text} for message in request.messages]
     settings = {"tools": request.tools or None, "add_generation_prompt": True, "return_dict": True}
     try:
         return list(tokenizer.apply_chat_template(messages, **settings)["input_ids"])

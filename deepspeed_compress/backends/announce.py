@@ -210,7 +210,7 @@ def mean_bytes(session: Session, partition: Partition, everywhere: bool) -> floa
         everywhere: reduce to all ranks instead of to the owners.
     """
     gradients = session.config.gradients
-    every = [one.every for one in gradients.overrides] if isinstance(gradients, CompressedGradients) else []
+    every = [override.every for override in gradients.overrides] if isinstance(gradients, CompressedGradients) else []
     steps = range(LATE, LATE + min(MOST, math.lcm(*every)))
     reducers = (session.gradients.chosen_reducer(step, partition) for step in steps)
     return sum(one.bytes for each in reducers for one in each.transfers(partition, everywhere)) / len(steps)

@@ -240,7 +240,11 @@ class CheckpointDirectory:
         named = self.latest_tag()
         if named is None:
             return []
-        tags = [one.tag for one in self.checkpoints() if one.tag == named or (one.complete and not one.is_universal)]
+        tags = [
+            checkpoint.tag
+            for checkpoint in self.checkpoints()
+            if checkpoint.tag == named or (checkpoint.complete and not checkpoint.is_universal)
+        ]
         before = tags[: tags.index(named)] if named in tags else tags
         return [named, *reversed(before)]
 

@@ -154,9 +154,13 @@ def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[T
     sources = [(rank - step) % size for step in range(1, size)]
     groups = (link.downward or group, group)
     receives: list[Waiting] = [
-        groups[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
+        groups[source < rank].recv([incoming[source]], source, tag) for source in sources if incoming[source].numel()
     ]
-    sends = [groups[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
+    sends = [
+        groups[rank < source].send([outgoing[source]], source, tag)
+        for source in reversed(sources)
+        if outgoing[source].numel()
+    ]
     return PendingExchange(receives, sends)
 
 

@@ -123,7 +123,7 @@ class Stack:
         """Return `segments` of these matrices, at their offsets in the flat elements of the stack."""
         numels = accumulate((one.numel for one in self.whole), initial=0)
         first = dict(zip((one.parameter for one in self.whole), numels, strict=False))
-        return [replace(one, offset=first[one.parameter] + one.begin) for one in segments]
+        return [replace(segment, offset=first[segment.parameter] + segment.begin) for segment in segments]
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class Transfer:
     @property
     def uncompressed_bytes(self) -> int:
         """Return the number of bytes that leave the rank uncompressed."""
-        return self._length([index for index, one in enumerate(self.messages.channels) if one.uncompressed])
+        return self._length([index for index, channel in enumerate(self.messages.channels) if channel.uncompressed])
 
     def _length(self, channels: Sequence[int]) -> int:
         others = len(self.layouts[0].pieces) - 1

@@ -101,7 +101,7 @@ def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> C
 
 
 def _first_match(overrides: Sequence[Override], name: str) -> Override | None:
-    return next((one for one in overrides if re.search(one.parameters, name)), None)
+    return next((override for override in overrides if re.search(override.parameters, name)), None)
 
 
 def _warn_about_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:

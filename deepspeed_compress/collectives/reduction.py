@@ -212,7 +212,7 @@ class _ReducerBuilder:
 
     def _uncompressed(self, messages: Messages) -> Messages:
         """Return `messages` with the same feedback and an uncompressed codec on every channel."""
-        channels = (replace(one, codec=self.raw.codec, uncompressed=True) for one in messages.channels)
+        channels = (replace(channel, codec=self.raw.codec, uncompressed=True) for channel in messages.channels)
         return replace(messages, channels=tuple(channels))
 
     def _levels(self, messages: Messages, inside: Messages) -> Reducer:

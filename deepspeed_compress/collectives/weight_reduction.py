@@ -42,7 +42,9 @@ def find_rounded(
     """
     candidates = {**(frozen if settings.frozen else {}), **trained}
     dtypes = {parameter.dtype for parameter in trained.values()}.intersection(_NUMBERS)
-    return frozenset(name for name, one in candidates.items() if one.dtype in dtypes and is_plain(one))
+    return frozenset(
+        name for name, candidate in candidates.items() if candidate.dtype in dtypes and is_plain(candidate)
+    )
 
 
 @dataclass(frozen=True)

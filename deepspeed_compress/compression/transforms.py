@@ -243,7 +243,7 @@ def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation,
 
 def _places(tiles: Sequence[Tiles], coefficients: Tensor) -> Iterator[tuple[Tiles, Tensor]]:
     """Yield each of `tiles` with the view [rows, columns, h, w] of its part of the flat `coefficients`."""
-    parts = torch.split(coefficients, [one.numel for one in tiles])
+    parts = torch.split(coefficients, [tile.numel for tile in tiles])
     for one, part in zip(tiles, parts, strict=True):
         yield one, part.view(one.rows, one.columns, one.height, one.width)
 
@@ -260,7 +260,7 @@ def _powers_of_two(numel: int, block_size: int) -> list[Tiles]:
         width = 1 << size.bit_length() // 2
         tiles.append(Tiles(offset, count, 1, size // width, width, width))
         offset += count * size
-    return [one for one in tiles if one.rows]
+    return [tile for tile in tiles if tile.rows]
 
 
 @lru_cache(maxsize=1024)

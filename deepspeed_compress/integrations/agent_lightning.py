@@ -244,7 +244,7 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
                 for task in repeated
             ]
         )
-        return _Queued(rollouts, {one.rollout_id: group for one, group in zip(rollouts, groups, strict=True)})
+        return _Queued(rollouts, {rollout.rollout_id: group for rollout, group in zip(rollouts, groups, strict=True)})
 
     async def _take(self, number: int, queued: _Queued) -> None:
         """Learn from a batch of rollouts once all have finished."""
@@ -336,8 +336,8 @@ def samples_of(triplets: Iterable[Triplet], group: str, episode: str, policy: st
         RolloutError: if a trace has no token ids, log-probabilities, or version.
     """
     calls = list(triplets)
-    rewards = [one.reward for one in calls if one.reward is not None]
-    own = [one for one in calls if _model(one).partition("@")[0] == policy]
+    rewards = [call.reward for call in calls if call.reward is not None]
+    own = [call for call in calls if _model(call).partition("@")[0] == policy]
     rewarded = bool(rewards) and math.isfinite(rewards[-1])
     return [_sample(one, rewards[-1], group, episode) for one in own] if rewarded else []
 
@@ -359,7 +359,7 @@ def _sample(triplet: Triplet, reward: float, group: str, episode: str) -> Sample
     model, _, version = _model(triplet).partition("@")
     if not version.isdecimal():
         raise RolloutError(f"the model {model!r} of a response names no version: use the endpoint of this package")
-    chosen = tuple(one["logprob"] for one in logprobs)
+    chosen = tuple(logprob["logprob"] for logprob in logprobs)
     return Sample(tuple(prompt), tuple(completion), chosen, reward, group, int(version), episode=episode)
 
 

@@ -180,7 +180,7 @@ class Models:
     def _optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """Return the optimizers that step parameters of `model`, except those inside a wrapping optimizer."""
         parameters = _parameter_ids(model)
-        found = [one for one in self.optimizers if parameters & _stepped_ids(one)]
+        found = [optimizer for optimizer in self.optimizers if parameters & _stepped_ids(optimizer)]
         wrapped = {id(vars(one).get(name)) for one in found for name in ("optim", "optimizer")}
         return [one for one in found if id(one) not in wrapped]
 
@@ -200,7 +200,7 @@ class Models:
         return kind.attach(model, self._config, optimizer, scaler)
 
     def _enabled_scalers(self) -> list[GradScaler]:
-        return [one for one in self.scalers if one.is_enabled()]
+        return [scaler for scaler in self.scalers if scaler.is_enabled()]
 
     def _check_single_root(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raise UnsupportedError if `optimizer` steps other sharded modules besides `model`."""

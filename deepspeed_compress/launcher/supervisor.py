@@ -73,8 +73,8 @@ class Supervisor:
     def status(self, now: float) -> dict[str, Any]:
         """Return a summary: the phase of the job, and the connected hosts."""
         hosts = [
-            {"address": one.address, "slots": list(one.slots), "silent": round(now - one.heard, 1)}
-            for one in self._agents.values()
+            {"address": agent.address, "slots": list(agent.slots), "silent": round(now - agent.heard, 1)}
+            for agent in self._agents.values()
         ]
         state = self._state
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
@@ -212,7 +212,7 @@ class Supervisor:
 
     def _describe_missing_hosts(self) -> str:
         options = self._options
-        slots = sum(min(len(one.slots), options.ranks) for one in self._agents.values())
+        slots = sum(min(len(agent.slots), options.ranks) for agent in self._agents.values())
         missing = (
             f"after {options.wait:g} s (--wait), only {slots} of {options.hosts * options.ranks} ranks have a slot"
         )
@@ -281,7 +281,7 @@ class Supervisor:
             self._send_over(name)
 
     def _hosts(self) -> list[Host]:
-        return [Host(name, one.slots) for name, one in self._agents.items()]
+        return [Host(name, agent.slots) for name, agent in self._agents.items()]
 
     def _is_running(self, name: str) -> bool:
         return self._state.phase == "running" and name in self._placed_names()

@@ -67,7 +67,9 @@ class Workers:
 
     def ended(self) -> list[Ended]:
         """Return the ranks that have ended since the last call, and kill the processes that they have left behind."""
-        ranks = [Ended(rank, status) for rank, one in self._processes.items() if (status := one.poll()) is not None]
+        ranks = [
+            Ended(rank, status) for rank, process in self._processes.items() if (status := process.poll()) is not None
+        ]
         for rank in ranks:
             with suppress(OSError):
                 os.killpg(self._processes.pop(rank.rank).pid, signal.SIGKILL)

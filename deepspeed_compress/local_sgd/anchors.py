@@ -181,7 +181,7 @@ class SharedAnchor:
             copy = self._copy() if self._copy is not None else None
             if copy is None:
                 device = torch.device("cpu")
-                copy = AnchorCopy({name: one.read(self._segments, device) for name, one in self._stores.items()})
+                copy = AnchorCopy({name: store.read(self._segments, device) for name, store in self._stores.items()})
                 self._copy = weakref.ref(copy)
             return self.version, {**self._publish_metadata(), "run": self.run}, copy
 

@@ -270,7 +270,7 @@ class AsynchronousExchange:
             found = not self._ranks.all_true(head["kind"] != "found")
             if found or claim:
                 proposed = self.anchor() if loaded else self._weights.read(self._segments)
-                layout = [(one.parameter, one.begin, one.numel) for one in self._segments]
+                layout = [(segment.parameter, segment.begin, segment.numel) for segment in self._segments]
                 shapes = {name: list(self._parameters.shapes[name]) for name, _, _ in layout}
                 more = {"claim": claim or 0, "layout": layout, "shapes": shapes}
                 head, body = self._ask("seed", as_bytes(proposed.cpu()), **more)

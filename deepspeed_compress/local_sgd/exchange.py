@@ -346,7 +346,7 @@ class FramedMessages:
     def decode(self, payload: Tensor, number: int) -> Tensor:
         """Return the vector of message `number`: flat fp32. The size of `payload` must be right."""
         messages, layout = self._message(number)
-        x = torch.zeros(sum(one.numel for one in self.segments), device=payload.device)
+        x = torch.zeros(sum(segment.numel for segment in self.segments), device=payload.device)
         for piece in layout.pieces[0]:
             part, codec = x.new_empty(piece.numel), messages.channels[piece.channel].codec
             codec.decode([payload[piece.begin : piece.end]], piece.segments, part, 1.0)

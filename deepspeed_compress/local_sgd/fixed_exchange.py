@@ -69,7 +69,10 @@ class FixedExchange:
         A checkpoint lacks it if that part was not exchanged at the time of saving.
         """
         has_anchor = self._anchor.holds
-        missing = [[one for one in fragment.segments if not has_anchor([one])] for fragment in self._peers.fragments]
+        missing = [
+            [segment for segment in fragment.segments if not has_anchor([segment])]
+            for fragment in self._peers.fragments
+        ]
         some = torch.tensor(float(any(missing)), device=self._weights.device)
         dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._island)
         if some:
@@ -112,7 +115,7 @@ class FixedExchange:
         """Return the fragments that are due at `step`."""
         every, fragments = self.settings.sync_steps, self._peers.fragments
         assert every is not None, "only elastic islands have an interval in seconds"
-        return [one for turn, one in enumerate(fragments) if step % every == turn * every // len(fragments)]
+        return [fragment for turn, fragment in enumerate(fragments) if step % every == turn * every // len(fragments)]
 
     def _send(self, fragment: Partition, step: int, is_warm_up: bool) -> PendingExchange:
         segments = fragment.segments

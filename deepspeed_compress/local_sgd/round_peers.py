@@ -99,8 +99,8 @@ class RoundPeers:
         Raises:
             RuntimeError: a rank is missing for too long.
         """
-        numbers, last = tuple(one.number for one in round_.partners), self._last
-        same = all(one.version == round_.base for one in round_.partners)
+        numbers, last = tuple(partner.number for partner in round_.partners), self._last
+        same = all(partner.version == round_.base for partner in round_.partners)
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
             self._last = None
             groups, context = self._make(round_, place, number, self._timeout.seconds), self._context

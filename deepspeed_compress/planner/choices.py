@@ -118,7 +118,7 @@ def _inside_nodes(job: Job, plan: Plan) -> Iterator[Choice]:
     """
     for bits, name in ((0, ""), (4, ", 4 bits"), (3, ", 3 bits")):
         fits = (one for one in plan.fitting if one.layout.shard_within and one.layout.gradient_bits == bits)
-        best = min(fits, key=lambda one: one.days * (1 if one.verdict == "fits" else 1 + TIE), default=None)
+        best = min(fits, key=lambda fit: fit.days * (1 if fit.verdict == "fits" else 1 + TIE), default=None)
         if best is not None:
             yield _choice(f"ZeRO {best.layout.zero} inside nodes{name}", best, job)
 
@@ -150,7 +150,7 @@ def better_batch(job: Job, plan: Plan) -> tuple[int, float] | None:
 
 def _rates(job: Job, plan: Plan, batch: int) -> Iterator[float]:
     """Yield the tokens per second of the fastest layouts with another batch, in all micro-batches that fit."""
-    fastest = [one.layout for one in plan.candidates[:TRIED]]
+    fastest = [candidate.layout for candidate in plan.candidates[:TRIED]]
     for layout, micro in product(fastest, MICRO_BATCHES):
         count, left = divmod(batch, layout.data * micro)
         if left or count < layout.pipeline or (layout.virtual > 1 and count % layout.pipeline):

@@ -86,7 +86,10 @@ def _step(
 
 def _residuals(observations: Sequence[Observation], constants: Constants) -> list[float]:
     """Return the logarithmic errors in units of their standard errors."""
-    return [math.log(one.predicted(constants) / one.seconds) / one.noise for one in observations]
+    return [
+        math.log(observation.predicted(constants) / observation.seconds) / observation.noise
+        for observation in observations
+    ]
 
 
 def _dot(first: Sequence[float], second: Sequence[float]) -> float:

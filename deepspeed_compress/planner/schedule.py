@@ -103,7 +103,7 @@ def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> Micro
     """Return the work of a micro-batch on the slowest stage."""
     cost, head = layer_cost(device, model, seq, layout), head_cost(device, model, seq, layout)
     again = recomputed(cost, device.software, layout)
-    each = (MicroBatch(cost, again, head, one.layers, one.has_head) for one in stages(model, layout))
+    each = (MicroBatch(cost, again, head, stage.layers, stage.has_head) for stage in stages(model, layout))
     return max(each, key=lambda batch: batch.forward + batch.backward)
 
 

@@ -75,7 +75,7 @@ class Plan:
     @property
     def recommended(self) -> Candidate:
         """The first of the fastest that surely fits into memory; the fastest if none does."""
-        tied = (one for one in self.candidates if self.is_tied(one) and one.verdict == "fits")
+        tied = (candidate for candidate in self.candidates if self.is_tied(candidate) and candidate.verdict == "fits")
         return next(tied, self.candidates[0])
 
     def is_tied(self, candidate: Candidate) -> bool:

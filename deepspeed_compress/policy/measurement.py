@@ -162,15 +162,15 @@ class Measurement:
         """Return the seconds of the messages that a step can hide, and of those that it waits for."""
         gradients = self.gradient_bytes(choice.gradients) * self.link.seconds_per_byte
         weights = self.weights.sizes[choice.weights] * self.link.seconds_per_byte
-        waits = max((self.waits[one] for one in choice.gradients), default=0) if self.waits else 0
+        waits = max((self.waits[gradient] for gradient in choice.gradients), default=0) if self.waits else 0
         hideable = (0.0 if waits else gradients) + (weights if self.weights.overlap else 0.0)
         return hideable, gradients + weights - hideable + waits * self.link.latency
 
     def _codec(self, choice: Choice) -> float:
         shares = [sum(column) for column in self.sizes]
         gradients = sum(
-            self.sizes[one][group] / shares[one] * self.codec_seconds[one]
-            for group, one in enumerate(choice.gradients)
-            if shares[one]
+            self.sizes[gradient][group] / shares[gradient] * self.codec_seconds[gradient]
+            for group, gradient in enumerate(choice.gradients)
+            if shares[gradient]
         )
         return gradients + self.weights.codec_seconds[choice.weights]

@@ -75,18 +75,18 @@ class CandidateSelector:
         """Return settings of `gradients` with candidate `gradients[g]` for group g."""
         rest = self.candidates[gradients[-1]]
         overrides = [
-            {"parameters": pattern, **_override(self.candidates[one])}
-            for pattern, one in zip(self.groups, gradients, strict=False)
-            if one != gradients[-1]
+            {"parameters": pattern, **_override(self.candidates[gradient])}
+            for pattern, gradient in zip(self.groups, gradients, strict=False)
+            if gradient != gradients[-1]
         ]
         if not overrides:
             return rest
         # Only a compressing method has overrides. If the rest is "none", another method carries them.
         if not isinstance(rest, CompressedGradients):
-            compressed = (self.candidates[one] for one in gradients)
+            compressed = (self.candidates[gradient] for gradient in gradients)
             rest = next(one for one in compressed if isinstance(one, CompressedGradients))
             overrides.append({"parameters": ".", "method": "none"})
-        known = [written(one) for one in rest.overrides]
+        known = [written(override) for override in rest.overrides]
         return patched(rest, {"overrides": [*known, *overrides]})
 
     def choose(self, now: Choice, seen: Measurement, step: int, hidden_before: float = 0.0) -> Decision:
@@ -125,12 +125,14 @@ class CandidateSelector:
         """Return every choice of gradients with a small enough error, combined with every choice of weights."""
         uniform = ((one,) * len(now.gradients) for one in range(len(self.candidates)))
         options = {now.gradients, *uniform, *allocations(seen)}
-        gradients = (one for one in options if self._is_possible(one) and self._is_accurate(seen.error(one), step))
+        gradients = (
+            option for option in options if self._is_possible(option) and self._is_accurate(seen.error(option), step)
+        )
         return sorted(Choice(*pair) for pair in product(gradients, range(len(self.weights))))
 
     def _is_possible(self, gradients: Sequence[int]) -> bool:
         """Return True if no group overrides the method with PowerSGD, which only works for all gradients together."""
-        overriding = (self.candidates[one] for one in gradients if one != gradients[-1])
+        overriding = (self.candidates[gradient] for gradient in gradients if gradient != gradients[-1])
         return not any(isinstance(one, PowerSGDGradients) for one in overriding)
 
     def _is_accurate(self, error: float, step: int) -> bool:
@@ -151,7 +153,7 @@ class CandidateSelector:
 def allocations(seen: Measurement) -> Iterator[tuple[int, ...]]:
     """Yield candidates for each group: first the smallest, then upgrades where a byte removes the most error."""
     groups, candidates = range(len(seen.norms)), range(len(seen.sizes))
-    choice = [min(candidates, key=lambda one: (seen.sizes[one][group], one)) for group in groups]
+    choice = [min(candidates, key=lambda candidate: (seen.sizes[candidate][group], candidate)) for group in groups]
     while True:
         yield tuple(choice)
         upgrades = [

@@ -177,7 +177,7 @@ def _zero_3(part: Iterator[Slice], parameter: Any) -> Iterator[Slice]:
 def _sharded(name: str, parameter: DTensor) -> Slice:
     """Return this rank's rows of a parameter under FSDP2."""
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
-    sharding = [(dim, one) for dim, one in enumerate(parameter.placements) if not one.is_replicate()]
+    sharding = [(dim, placement) for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     if len(sharding) > 1 or any(type(one) is not Shard or one.dim != 0 for _, one in sharding):
         raise UnsupportedError(
             f'parameter "{name}" has the placements {parameter.placements}; only Shard(0) in one dimension of the mesh '

@@ -198,7 +198,7 @@ class GradientReductions:
         if self._meter.timed:
             # Those of parameters that are excluded, small, or chosen by an override.
             transfers = reducer.transfers(partition, everywhere)
-            self._meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
+            self._meter.bytes_raw += sum(transfer.uncompressed_bytes for transfer in transfers)
 
     def _compares(self) -> bool:
         """Return True if the running step, every `cosine_every`-th, compares a bucket with the true sum."""

@@ -208,7 +208,7 @@ class StepWatch:
 
     def note_batch(self, batch: Any) -> None:
         """Note the shapes of the tensors in `batch`, nested in lists and dictionaries."""
-        tensors = (one for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         self._shapes.append(tuple(tuple(tensor.shape) for tensor in tensors))
 
     def finish(self, timed: bool) -> tuple[float, Any]:

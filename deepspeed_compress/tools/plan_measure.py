@@ -136,7 +136,7 @@ def differing(plan: Plan, ranks: JobRanks) -> Iterator[Layout]:
     Processes of a launcher divide all models as in the first layout, since their groups are made once.
     """
     first, seen = plan.candidates[0].layout, set[tuple[int, int, int]]()
-    for layout in (one.layout for one in plan.candidates):
+    for layout in (candidate.layout for candidate in plan.candidates):
         kind = (layout.tensor, layout.pipeline, layout.zero)
         can_start = ranks.starts_processes or kind[:2] == (first.tensor, first.pipeline)
         if kind not in seen and len(seen) < LAYOUTS and can_start:

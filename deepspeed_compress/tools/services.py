@@ -75,7 +75,7 @@ def forget(options: argparse.Namespace) -> int:
     before = _asked(options, client.status)
     for state, advice in (("islands", "end it first, or do not forget it"), ("missing", "choose one of these")):
         numbers = {one["number"] for one in before.get(state, ())}
-        wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
+        wrong = [number for number in options.numbers if (number in numbers) == (state == "islands")]
         if wrong:
             problem = "is connected" if state == "islands" else "is unknown: it never joined, has left, or is forgotten"
             raise ConfigError(f"N: island {wrong[0]} {problem} (allowed: {_numbers_missing(before)}); {advice}")

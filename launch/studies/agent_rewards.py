@@ -144,7 +144,7 @@ def taught(options: argparse.Namespace) -> Path:
     else:
         teach_until(model, options.start)
         torch.save(model.state_dict(), file)
-    size = 2 * sum(one.numel() for one in model.parameters())
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
     print(
         f"Before the first batch, the reward is {mean_reward(model):.2f}. Whole bf16 weights have {size / 1e3:.0f} kB, "
         f"which take {8e-6 * size / options.mbit:.2f} s at {options.mbit:g} Mbit/s."
@@ -164,7 +164,9 @@ def mean_reward(model: Any) -> float:
     """Return the mean reward of the answers that `model` samples to the same sums at each call."""
     torch.manual_seed(TEACHING_SEED)
     tasks = list(islice(sums(TEACHING_SEED + 1), CHECKED_SUMS))
-    return statistics.fmean(reward(task, text(one)) for task, one in zip(tasks, answers(model, tasks), strict=True))
+    return statistics.fmean(
+        reward(task, text(answer)) for task, answer in zip(tasks, answers(model, tasks), strict=True)
+    )
 
 
 def answers(model: Any, tasks: Sequence[Sum]) -> list[Completion]:
@@ -253,9 +255,9 @@ def sample_batch(options: argparse.Namespace, module: Any, receiver: Any, tasks:
         chunk = episodes[begin : begin + CHUNK]
         with receiver.request() as version:
             completions = answers(module, chunk)
-        for task, one in zip(chunk, completions, strict=True):
+        for task, completion in zip(chunk, completions, strict=True):
             prompt, group = tuple(encode(task.question)), task.question
-            yield Sample(prompt, one.tokens, one.logprobs, reward(task, text(one)), group, version)
+            yield Sample(prompt, completion.tokens, completion.logprobs, reward(task, text(completion)), group, version)
 
 
 def train(

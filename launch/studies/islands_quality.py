@@ -173,11 +173,11 @@ def table(curves: Mapping[tuple[str, int], Curve], sections: Mapping[str, Mappin
     losses: dict[str, dict[int, Mapping[float, float]]] = {}
     for (name, seed), curve in curves.items():
         losses.setdefault(name, {})[seed] = dict(curve.held_out)
-    for name, found in losses.items():
+    for name, loss in losses.items():
         ending = next((end for end in (*RATES, INSIDE) if name.endswith(end)), "")
         synchronous = losses.get(f"{SYNCHRONOUS}{ending}", {})
-        step = last_exchange(sections[name], next(iter(found.values())))
-        shown.add_row(name, *(_row(found, synchronous, step) if step else (str(len(found)), "no exchange", "-", "-")))
+        step = last_exchange(sections[name], next(iter(loss.values())))
+        shown.add_row(name, *(_row(loss, synchronous, step) if step else (str(len(loss)), "no exchange", "-", "-")))
     return shown
 
 
@@ -186,7 +186,7 @@ def _row(
 ) -> tuple[str, ...]:
     """Return the cells of a row after its name. Losses are given by seed, and then by step."""
     ratios = [losses[seed][step] / synchronous[seed][step] - 1 for seed in losses if seed in synchronous]
-    mean = statistics.fmean(found[step] for found in losses.values())
+    mean = statistics.fmean(loss[step] for loss in losses.values())
     ratio = f"{100 * statistics.fmean(ratios):+.2f} %" if ratios else "-"
     return str(len(losses)), f"{step:,.0f}", f"{mean:.4f}", ratio
 

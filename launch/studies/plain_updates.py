@@ -48,7 +48,9 @@ CODINGS = {
 
 def bits(model: nn.Module) -> Tensor:
     """Return the weights in bf16 as one flat tensor of int16, in host memory."""
-    return torch.cat([one.detach().to(torch.bfloat16).view(-1) for one in model.parameters()]).view(torch.int16)
+    return torch.cat([parameter.detach().to(torch.bfloat16).view(-1) for parameter in model.parameters()]).view(
+        torch.int16
+    )
 
 
 class PlainPublisher:
@@ -114,7 +116,7 @@ class PlainReceiver:
             content = torch.frombuffer(bytearray(data), dtype=torch.int16)
             self._held = self._held ^ content if self._coding.differs else content
         with self._lock.pause():
-            sizes = [one.numel() for one in self._parameters]
+            sizes = [parameter.numel() for parameter in self._parameters]
             for one, values in zip(self._parameters, torch.split(self._held, sizes), strict=True):
                 one.detach().view(-1).copy_(values.view(torch.bfloat16))
         self.version = newest

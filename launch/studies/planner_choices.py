@@ -142,7 +142,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Sequence[str]:
     steps = [abs(one["predicted"] / one["measured"] - 1) for case in found for one in case["choices"]]
     return (
         f"choice within 10 % of the best: {sum(one <= 0.1 for one in above)} of {len(above)}",
-        f"ratio to now within 15 %: {sum(one <= 0.15 for one in errors)} of {len(errors)}",
+        f"ratio to now within 15 %: {sum(error <= 0.15 for error in errors)} of {len(errors)}",
         f"{len(steps)} steps: median error {100 * statistics.median(steps):.1f} %",
         f"longest brief measurement: {max(one['brief_seconds'] for one in found):.0f} s",
     )

@@ -122,7 +122,7 @@ def gain(name: str, gpu: str, nodes: int, rate: float) -> Gain:
     if not plan.candidates:
         return Gain("does not fit")
     now, *others = choices(job, plan, JOBS[name].now)
-    fitting = [one for one in others if one.candidate.verdict != "does not fit"]
+    fitting = [other for other in others if other.candidate.verdict != "does not fit"]
     best = min(fitting, key=lambda one: one.candidate.days, default=now)
     times = now.candidate.days / best.candidate.days
     if times < LEAST:

@@ -132,7 +132,7 @@ def measure(model: nn.Module, batches: Iterator[Tensor], lr: float, versions: in
 
 def weights(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     """Return copies of all parameters as flat tensors."""
-    return [one.detach().to(dtype, copy=True).view(-1) for one in model.parameters()]
+    return [parameter.detach().to(dtype, copy=True).view(-1) for parameter in model.parameters()]
 
 
 def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:

@@ -248,7 +248,9 @@ def _columns() -> Mapping[str, str]:
 
 def _outcome(case: ElementTree.Element) -> Outcome:
     problems = [*case.iter("failure"), *case.iter("error")]
-    if any("UnsupportedError" in (one.text or "") and "deepspeed>=" in (one.text or "") for one in problems):
+    if any(
+        "UnsupportedError" in (problem.text or "") and "deepspeed>=" in (problem.text or "") for problem in problems
+    ):
         return Outcome(refused=1)
     if problems:
         return Outcome(failed=1)

@@ -33,4 +33,4 @@ def step_of_one_process(model: Any, chosen: Sequence[Sample]) -> dict[str, torch
     logits = model(input_ids=batch.tokens, attention_mask=batch.attention).logits
     losses = token_losses(next_token_logprobs(logits, batch.tokens, 1.0), batch, 0.2, True)
     ((losses * batch.weights).sum() / batch.weights.sum()).backward()
-    return {name: one.detach() - RATE * one.grad for name, one in model.named_parameters()}
+    return {name: parameter.detach() - RATE * parameter.grad for name, parameter in model.named_parameters()}

@@ -63,7 +63,7 @@ def test_more_samples_than_a_batch_and_several_epochs_take_several_steps() -> No
 
 
 def test_rewards_that_are_all_equal_change_nothing() -> None:
-    chosen = [replace(one, reward=1.0) for one in samples(8)]
+    chosen = [replace(sample, reward=1.0) for sample in samples(8)]
     for _, found in run_forks(RANKS, learned, chosen, 4, 1, LearnerSettings()):
         assert all(torch.equal(found[name], value) for name, value in network().named_parameters())
 

@@ -62,7 +62,7 @@ def test_every_end_token_of_the_model_ends_a_completion(place: str, ids: Any) ->
     getattr(model, place).eos_token_id = ids
     policy = Policy(model, PAD, END, idle_s=0.001)
     futures = [policy.submit(prompt, Sampling(8)) for prompt in ((1, 2), (3,))]
-    found = [(one.result().completion.tokens, one.result().completion.finished) for one in futures]
+    found = [(future.result().completion.tokens, future.result().completion.finished) for future in futures]
     policy.stop()
     assert found == [((7,), True)] * 2
 
@@ -180,7 +180,7 @@ def test_a_completion_never_mixes_versions() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = [one.result() for one in answers]
+    found = [answer.result() for answer in answers]
     policy.stop()
     assert all(set(one.completion.tokens) == {one.version % 10} for one in found)
     assert len({one.version for one in found}) > 1
@@ -190,7 +190,7 @@ def test_requests_with_other_settings_are_not_mixed() -> None:
     policy = Policy(network(), PAD, END, idle_s=0.001)
     lengths = [3, 5, 3, 7, 5]
     futures = [policy.submit((1, 2), Sampling(length, top_p=0.9)) for length in lengths]
-    found = [one.result().completion for one in futures]
+    found = [future.result().completion for future in futures]
     policy.stop()
     assert all(len(one.tokens) == length or one.finished for one, length in zip(found, lengths, strict=True))
 
@@ -288,7 +288,7 @@ def test_a_request_whose_client_disconnects_is_canceled(caplog: pytest.LogCaptur
     counted.go_on.set()
     policy.stop()
     gc.collect()
-    assert [one.cancelled() for one in futures] == [True] * 3
+    assert [future.cancelled() for future in futures] == [True] * 3
     assert counted.passes == 1
     assert not caplog.records, "a client that leaves is no error"
 
@@ -318,7 +318,7 @@ def test_requests_are_answered_by_the_held_version_while_the_store_is_away(caplo
         receiver.away = True
         found = [answers.post("/v1/chat/completions", json=request) for _ in range(3)]
         assert [one.status_code for one in found] == [200] * 3
-        [said] = [one.getMessage() for one in caplog.records]
+        [said] = [record.getMessage() for record in caplog.records]
         assert said.endswith("goes on answering: the store is away")
         receiver.away = False
         before = policy.version

@@ -86,7 +86,9 @@ def train(rank: int, run: Run) -> list[Seen]:
     for number in range(run.first, run.last):
         (run.directory / f"from {run.first}, {number}, {rank}").touch()
         wait_for(run.directory, f"from {run.first}, {number},", AGENTS)
-        batch = [replace(one, reward=float(one.completion[0] % (2 + rank))) for one in samples(8 + 2 * number)[-8:]]
+        batch = [
+            replace(sample, reward=float(sample.completion[0] % (2 + rank))) for sample in samples(8 + 2 * number)[-8:]
+        ]
         learner.learn(batch, number)
         if number == run.saved:
             engine.save_checkpoint(checkpoints)
@@ -94,7 +96,7 @@ def train(rank: int, run: Run) -> list[Seen]:
             engine.compression.islands.exchange.finish(30)
         publisher.publish()
         receiver.update()
-        weights = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
         received = dict(receiving.named_parameters())
         assert all(torch.equal(received[name], values.bfloat16()) for name, values in weights.items())
         seen.append(Seen(weights, [one.kind for one in engine.compression.islands.history]))

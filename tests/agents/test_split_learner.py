@@ -51,8 +51,8 @@ def test_ranks_that_share_layers_take_the_step_of_one_process(ranks: int, stage:
     model = llama()
     Receiver(model, DirectoryStore(tmp_path)).update()
     expected = step_of_one_process(llama(), chosen)
-    for name, found in model.named_parameters():
-        torch.testing.assert_close(found.detach(), expected[name], rtol=1e-4, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-5)
 
 
 def refusal(rank: int) -> str:

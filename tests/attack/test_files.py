@@ -132,8 +132,8 @@ def sign_list(found: Any) -> Any:
 
 def read_list(file: Path) -> None:
     directory = file.parents[1]
-    for one in CheckpointDirectory(directory).checkpoints():
-        assert one.complete or one.step is None or one.problem == ""
+    for checkpoint in CheckpointDirectory(directory).checkpoints():
+        assert checkpoint.complete or checkpoint.step is None or checkpoint.problem == ""
     list(files.find_problems(file.parent))
     find_host_saves(directory)
     CheckpointDirectory(directory).tags_to_try()

@@ -46,7 +46,7 @@ class Agent:
         self._connection.send({"kind": kind, **fields})
 
     def received(self, kind: str) -> list[dict[str, Any]]:
-        return [one for one in self.messages if one["kind"] == kind]
+        return [message for message in self.messages if message["kind"] == kind]
 
     def end(self) -> None:
         self._end.set()

@@ -324,7 +324,7 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
 def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path) -> None:
     saved = run_forks(3, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
     loaded = run_forks(2, remembered_by, Setting(FOUR_BITS), str(tmp_path), False)
-    sums = [{name: sum(one[name] for one in ranks) for name in saved[0]} for ranks in (saved, loaded)]
+    sums = [{name: sum(rank[name] for rank in ranks) for name in saved[0]} for ranks in (saved, loaded)]
     assert any(sums[0].values())
     assert sums[1] == pytest.approx(sums[0], abs=1e-6)
 

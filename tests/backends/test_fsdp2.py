@@ -655,7 +655,7 @@ def scheduled(rank: int, mesh: tuple[int, ...]) -> tuple[list[bool], list[bool],
     close = [
         all(torch.allclose(one[n], other[n], atol=1e-6) for n in one) for one, other in zip(exact, seen, strict=True)
     ]
-    return close, weights, [one.cosine for one in figures]
+    return close, weights, [figure.cosine for figure in figures]
 
 
 def run_sections(given: Any, mesh: tuple[int, ...], rank: int) -> tuple[list[dict[str, Tensor]], list[bool], list[Any]]:

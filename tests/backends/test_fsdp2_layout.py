@@ -44,8 +44,8 @@ def test_segments_match_the_copies_of_torch(found: list[tuple[int, ...]], ranks:
 
 def test_whole_parameters_stand_one_after_the_other() -> None:
     layout = find_layout((("a", (4, 2)), ("b", (3,))), 2, whole=True)
-    assert [one.parameter for one in layout.partition.segments] == ["a", "a", "b", "b"]
-    assert [one.owner for one in layout.partition.segments] == [0, 1, 0, 1]
+    assert [segment.parameter for segment in layout.partition.segments] == ["a", "a", "b", "b"]
+    assert [segment.owner for segment in layout.partition.segments] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (8,)])

@@ -149,7 +149,7 @@ def conserve(rank: int, ranks: int) -> list[str]:
                         total[key] = total[key] + values if key in total else values
                 run.optimizer.step()
             sums.append(total)
-        sizes = {name: one.numel() for name, one in runs[0].model.module.named_parameters()}
+        sizes = {name: parameter.numel() for name, parameter in runs[0].model.module.named_parameters()}
         kept = {name: torch.zeros(numel) for name, numel in sizes.items()}
         means = {name: torch.zeros(numel) for name, numel in sizes.items()}
         for store_name, store in runs[1].attached.session.stores.items():
@@ -194,7 +194,9 @@ def overflow(rank: int) -> list[str]:
         run.gathered()
         if applied != [True, True, False, True, True, True] or scales != [64.0, 64.0, 32.0, 32.0, 32.0, 64.0]:
             wrong.append(f"{case}: {applied} {scales}")
-        if not all(same_on_all(one.detach()) and one.isfinite().all() for one in run.model.parameters()):
+        if not all(
+            same_on_all(parameter.detach()) and parameter.isfinite().all() for parameter in run.model.parameters()
+        ):
             wrong.append(f"{case}: weights")
     return wrong
 
@@ -273,7 +275,7 @@ def continue_and_resume(given: Mapping[str, Any], options: Options, rank: int, p
 
 def states(optimizer: Any) -> list[dict[str, Any]]:
     """Return copies of the torch optimizers' states."""
-    inner = [one.optimizer for one in optimizer.chained_optimizers]
+    inner = [chained_optimizer.optimizer for chained_optimizer in optimizer.chained_optimizers]
     return [
         {"params": [p.detach().clone() for group in one.param_groups for p in group["params"]], "state": copied(one)}
         for one in inner
@@ -286,11 +288,11 @@ def copied(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def put(optimizer: Any, saved: list[dict[str, Any]]) -> None:
-    for one, given in zip(optimizer.chained_optimizers, saved, strict=True):
-        held = [p for group in one.optimizer.param_groups for p in group["params"]]
+    for chained_optimizer, given in zip(optimizer.chained_optimizers, saved, strict=True):
+        held = [p for group in chained_optimizer.optimizer.param_groups for p in group["params"]]
         for parameter, value, state in zip(held, given["params"], given["state"], strict=True):
             parameter.data.copy_(value)
-            one.optimizer.state[parameter] = {key: part.clone() for key, part in state.items()}
+            chained_optimizer.optimizer.state[parameter] = {key: part.clone() for key, part in state.items()}
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def twice(rank: int) -> tuple[bool, str]:
         run.clear()
         synchronise_twice(run, step, step + 100)
         run.optimizer.step()
-    same = all(same_on_all(one.detach()) for one in run.model.parameters())
+    same = all(same_on_all(parameter.detach()) for parameter in run.model.parameters())
     sgd = {"optimizer": "sgd", "sgd_momentum": 0.0}
     dgc = {"gradients": {"method": "dgc", "density": 0.1, "min_numel": 0}}
     run = Run(dgc, replace(options_of((False, False)), optimizer=sgd), rank)
@@ -620,7 +622,11 @@ def exact(rank: int) -> list[bool]:
             run.step(step)
         behind = any(not same for same in as_masters(run))
         run.attached.synchronise()
-        found += [behind, all(as_masters(run)), all(same_on_all(one.detach()) for one in run.model.parameters())]
+        found += [
+            behind,
+            all(as_masters(run)),
+            all(same_on_all(parameter.detach()) for parameter in run.model.parameters()),
+        ]
     return found
 
 
@@ -655,7 +661,7 @@ def left(rank: int) -> list[bool]:
         found += [all(as_masters(run)), not any("start_param_sync" in vars(group) for group in run.model.bucket_groups)]
         run.step(3)
         run.gathered()
-        found += [all(as_masters(run)), all(same_on_all(one.detach()) for one in run.model.parameters())]
+        found += [all(as_masters(run)), all(same_on_all(parameter.detach()) for parameter in run.model.parameters())]
     return found
 
 

@@ -116,7 +116,7 @@ def test_the_newest_automatic_ones_are_kept_and_no_others_touched(tmp_path):
         publish(write(save(tmp_path, step, automatic=True)))
     half = write(save(tmp_path, 7, automatic=True), ranks=(0,))
     assert CheckpointDirectory(tmp_path).prune(2) == ["global_step2", "global_step3", "global_step4"]
-    assert [found.step for found in CheckpointDirectory(tmp_path).checkpoints()] == [1, 5, 6, 7]
+    assert [checkpoint.step for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [1, 5, 6, 7]
     assert by_program.place.is_dir()
     assert half.place.is_dir()
 
@@ -131,7 +131,7 @@ def test_what_an_interrupted_save_left_is_removed_once_a_later_one_is_complete(t
     publish(write(save(tmp_path, 5, automatic=True)))
     current = write(save(tmp_path, 6, automatic=True), ranks=(0,))
     assert CheckpointDirectory(tmp_path).prune(2) == [*(one.tag for one in interrupted), begun.tag]
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == [
+    assert [checkpoint.tag for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [
         by_program.tag,
         "global_step5",
         current.tag,
@@ -182,7 +182,7 @@ def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path
     nested = [replace(save(tmp_path, step), tag=f"epoch/{step}") for step in (1, 3)]
     for one in (nested[0], save(tmp_path, 2, automatic=True), nested[1]):
         publish(write(one))
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == [
+    assert [checkpoint.tag for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [
         "epoch/1",
         "global_step2",
         "epoch/3",
@@ -191,7 +191,7 @@ def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path
     assert CheckpointDirectory(tmp_path).missing(nested[1]) == []
     [first, *_] = CheckpointDirectory(tmp_path).superfluous(CheckpointDirectory(tmp_path).checkpoints(), 1)
     first.remove()
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2", "epoch/3"]
+    assert [checkpoint.tag for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2", "epoch/3"]
 
 
 def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
@@ -201,4 +201,4 @@ def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
     (universal / "mp_rank_00_model_states.pt").write_bytes(b"x")
     publish(write(save(tmp_path, 16)))
     assert CheckpointDirectory(tmp_path).tags_to_try() == ["global_step16"]
-    assert [found.is_universal for found in CheckpointDirectory(tmp_path).checkpoints()] == [True, False]
+    assert [checkpoint.is_universal for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [True, False]

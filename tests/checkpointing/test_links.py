@@ -32,7 +32,7 @@ def test_a_link_is_not_a_checkpoint_and_its_target_is_kept(tmp_path: Path) -> No
     (tmp_path / "best").symlink_to("global_step1")
     (tmp_path / "newest").symlink_to(tmp_path / "global_step3")
     (tmp_path / "broken").symlink_to("global_step9")
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == [
+    assert [checkpoint.tag for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [
         "global_step1",
         "global_step2",
         "global_step3",
@@ -84,7 +84,7 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_whole(
     with monkeypatch.context() as patched:
         patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
         assert CheckpointDirectory(tmp_path).prune(1) == ["global_step1"]
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2"]
+    assert [checkpoint.tag for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2"]
     CheckpointDirectory(tmp_path).prune(1)
     assert not list(tmp_path.glob(".deepspeed_compress_removed_*"))
 
@@ -101,7 +101,10 @@ def test_all_others_are_removed_where_one_cannot_be(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "rename", refusing)
     with pytest.raises(StateError, match="global_step1 cannot be removed: busy"):
         CheckpointDirectory(tmp_path).prune(1)
-    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step1", "global_step3"]
+    assert [checkpoint.tag for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [
+        "global_step1",
+        "global_step3",
+    ]
     assert list(find_problems(tmp_path / "global_step1")) == []
 
 

@@ -58,7 +58,7 @@ def test_exact_levels_sum_over_all_ranks(
         own = partition.owned_by(rank % locals_)
         assert torch.equal(everywhere, total.to(dtype))
         assert torch.equal(gather(scattered, own), gather(total.to(dtype), own))
-        others = [one for one in partition.segments if one.owner != rank % locals_]
+        others = [segment for segment in partition.segments if segment.owner != rank % locals_]
         assert torch.equal(gather(scattered, others), gather(buckets[rank], others))
 
 
@@ -81,7 +81,7 @@ def test_each_rank_sends_only_its_part_between_nodes() -> None:
     partition = even_partition([("w", 400)], 2)
 
     def work(reducer: HybridReducer, rank: int) -> list[int]:
-        return [one.bytes for one in reducer.transfers(partition, everywhere=False)]
+        return [transfer.bytes for transfer in reducer.transfers(partition, everywhere=False)]
 
     # Inside a node: half of the elements. Between nodes: half of the part in each direction.
     assert run_copies(2, 2, FP32, work) == [[800, 800]] * 4

@@ -106,8 +106,8 @@ def of_reducer(operation: str, ranks: int, codec: Codec, layout: str) -> tuple[C
     """Return the counts of one operation."""
     reduce = reducer(ranks, codec)
     partition = even_partition(SIZES, ranks) if layout == "ZeRO 2" else shares(ranks)
-    stores = [one.feedback.residuals for one in reduce.messages.channels[1:]]
-    stores += [one.mean_feedback.residuals for one in reduce.messages.channels[1:]]
+    stores = [channel.feedback.residuals for channel in reduce.messages.channels[1:]]
+    stores += [channel.mean_feedback.residuals for channel in reduce.messages.channels[1:]]
     bucket, step = torch.randn(partition.numel, dtype=torch.bfloat16), iter(range(9))
 
     def begin() -> None:

@@ -444,11 +444,11 @@ def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
         return results
 
     for rank, results in enumerate(run_threads(2, work)):
-        for step, found in enumerate(results):
+        for step, result in enumerate(results):
             steps = range(step + 1 - every, step + 1) if (step + 1) % every == 0 else ()
             parts = [integers(10 * past + peer, partition.numel) for past in steps for peer in range(2)]
             expected = 0.5 * sum(parts, torch.zeros(partition.numel))
-            assert torch.equal(found, gather(expected, partition.owned_by(rank)))
+            assert torch.equal(result, gather(expected, partition.owned_by(rank)))
 
 
 @SAMPLED
@@ -488,13 +488,13 @@ def test_a_spread_sum_is_delivered_in_equal_parts(operation: str, micro_steps: i
 
     for rank, results in enumerate(run_threads(2, work)):
         waiting = left = torch.zeros(partition.numel)
-        for step, found in enumerate(results):
+        for step, result in enumerate(results):
             parts = [gradient(step, micro, peer) for micro in range(micro_steps) for peer in range(2)]
             collected = waiting + 0.5 * sum(parts)
             sends = (step + 1) % every == 0
             total = left + collected if sends else left
             part = total / (every - (step + 1) % every)
-            torch.testing.assert_close(found, gather(part, partition.owned_by(rank)), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(result, gather(part, partition.owned_by(rank)), rtol=1e-5, atol=1e-4)
             if step not in skipped:
                 waiting, left = torch.zeros(partition.numel) if sends else collected, total - part
 

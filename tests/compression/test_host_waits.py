@@ -29,7 +29,7 @@ def starts_programs(function: FunctionType) -> bool:
     """Return True if a function of the GPU kernels launches a Triton program, directly or through a helper."""
     used = function.__code__.co_names
     helpers = [one for one in map(function.__globals__.get, used) if isinstance(one, FunctionType)]
-    inside = [one for one in helpers if one.__module__.startswith(f"{kernels.__name__}.gpu")]
+    inside = [helper for helper in helpers if helper.__module__.startswith(f"{kernels.__name__}.gpu")]
     return "cuda" in used or any(map(starts_programs, inside))
 
 

@@ -94,13 +94,13 @@ def test_every_code_matches_the_published_form(
 ) -> None:
     """The uniform numbers are the same. fp32 may differ only within 0.1 % of a step from a rounding threshold."""
     drawn = uniforms_of(key, x.numel())
-    for first, part, found in zip(range(0, x.numel(), BLOCK), blocks(x), blocks(transmit(codec, x, key)), strict=True):
+    for first, part, block in zip(range(0, x.numel(), BLOCK), blocks(x), blocks(transmit(codec, x, key)), strict=True):
         uniforms = drawn[first : first + BLOCK] if codec.stochastic else None
         grid = oracle(part)
         expected, undecided = grid.decode(uniforms), grid.undecided(uniforms)
-        wrong = np.abs(found - expected) > 1e-5 * np.abs(part).max()
+        wrong = np.abs(block - expected) > 1e-5 * np.abs(part).max()
         assert not (wrong & ~undecided).any()
-        assert (np.abs(found - expected)[undecided] <= 1.001 * grid.step).all()
+        assert (np.abs(block - expected)[undecided] <= 1.001 * grid.step).all()
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_the_bits_of_a_qsgd_code_depend_on_the_levels(levels: int, bits: int) ->
 @properties
 @given(x=vectors)
 def test_sign_matches_the_scaled_sign(x: Tensor) -> None:
-    for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
-        assert np.allclose(found, oracles.scaled_sign(part), rtol=1e-6, atol=0)
+    for part, block in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
+        assert np.allclose(block, oracles.scaled_sign(part), rtol=1e-6, atol=0)
 
 
 def test_the_sign_of_zero_is_positive() -> None:
@@ -229,9 +229,9 @@ def test_a_fit_with_an_initial_scale_beyond_fp32_ends_in_range(codec: BlockQuant
 @properties
 @given(x=vectors)
 def test_fp8_rounds_to_the_nearest_number_of_its_format(codec: FP8, numbers: Doubles, x: Tensor) -> None:
-    for part, found in zip(blocks(x), blocks(transmit(codec, x)), strict=True):
+    for part, block in zip(blocks(x), blocks(transmit(codec, x)), strict=True):
         expected, undecided = oracles.fp8(part, numbers)
-        wrong = np.abs(found - expected) > 1e-6 * np.abs(expected)
+        wrong = np.abs(block - expected) > 1e-6 * np.abs(expected)
         assert not (wrong & ~undecided).any()
 
 
@@ -326,12 +326,12 @@ def test_codes_are_computed_with_the_rounded_scale(bits: int, dtype: torch.dtype
     """The error is at most half of the rounded scale, except for elements that the rounding clips."""
     x = sample(seed, exponent=3)
     codec = Blockwise(bits, BLOCK, scale_dtype=dtype)
-    for part, found, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
+    for part, block, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
         largest = np.abs(part).max()
         exact = largest / codec.levels
         assert abs(float(scale) - exact) <= precision * exact
         clipped = largest - codec.levels * float(scale)
-        assert np.abs(found - part).max() <= max(float(scale) / 2, clipped) * (1 + 2**-15)
+        assert np.abs(block - part).max() <= max(float(scale) / 2, clipped) * (1 + 2**-15)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -392,6 +392,6 @@ def test_percentile_sends_the_few_nonzero_elements_of_a_block(percentile: float)
 @given(seed=seeds)
 def test_two_bits_round_to_the_nearest_level_of_the_rounded_scale(dtype: torch.dtype, seed: int) -> None:
     x, codec = sample(seed), Blockwise(2, BLOCK, scale_dtype=dtype)
-    for part, found, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
+    for part, block, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
         tied = np.abs(np.abs(part) - 2.5 * float(scale)) < 1e-6 * float(scale)
-        assert (np.isclose(found, oracles.nearest_level((1, 4), part, float(scale)), rtol=1e-6, atol=0) | tied).all()
+        assert (np.isclose(block, oracles.nearest_level((1, 4), part, float(scale)), rtol=1e-6, atol=0) | tied).all()

@@ -280,7 +280,7 @@ def test_features_that_see_only_one_island_are_refused_for_islands_of_a_job(nati
 )
 def test_weights_are_not_published_if_ranks_hold_several_models(other: dict[str, Any], words: str) -> None:
     ds_config = {SECTION: {"gradients": {"method": "none"}, **other, "rollout": {"directory": "/shared"}}}
-    found = [str(one) for one in find_problems(ds_config) if one.pointer == f"/{SECTION}/rollout"]
+    found = [str(problem) for problem in find_problems(ds_config) if problem.pointer == f"/{SECTION}/rollout"]
     assert len(found) == 1
     assert f"cannot be combined with {words} (allowed: null)" in found[0]
 

@@ -74,5 +74,5 @@ def test_an_unknown_preset_is_refused() -> None:
     ],
 )
 def test_contradictions(section: dict[str, Any], pointer: str) -> None:
-    found = [str(one) for one in find_problems(document({"preset": "auto", **section}))]
+    found = [str(problem) for problem in find_problems(document({"preset": "auto", **section}))]
     assert any(f"/{SECTION}/{pointer}" in text and "cannot be combined with auto" in text for text in found)

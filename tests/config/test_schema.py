@@ -70,7 +70,7 @@ def test_one_key_has_one_default_but_for_these() -> None:
         for key, child in model["properties"].items():
             if "default" in child:
                 defaults.setdefault(key, set()).add(json.dumps(child["default"]))
-    assert {key for key, found in defaults.items() if len(found) > 1} == {
+    assert {key for key, default in defaults.items() if len(default) > 1} == {
         "bits",
         "block_size",
         "density",

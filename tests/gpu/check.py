@@ -170,7 +170,7 @@ def run_part(
         plugin = ("-c", str(ROOT / "pyproject.toml"), "-p", "tests.gpu.plugin", "--gpu-findings", str(lines))
         command = [*pytest, *plugin, "--gpu-until", str(until), *options, str(directory / f"test_{part.name}.py")]
         trouble = _run_command([sys.executable, "-m", *command], until - begin, environment)
-        found = [replace(one, part=part.name) for one in read_findings(lines)]
+        found = [replace(finding, part=part.name) for finding in read_findings(lines)]
     if trouble.startswith("ended with status 1:") and any(one.verdict == "fail" for one in found):
         trouble = ""
     trouble = trouble or ("" if found else "it found nothing")

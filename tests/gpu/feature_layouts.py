@@ -83,7 +83,7 @@ def _plain_steps(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor],
 
 
 def _digest_of(parameters: Iterable[Any]) -> str:
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in parameters]
+    whole = [parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in parameters]
     return str(hash(tuple(float(one.detach().double().sum()) for one in whole)))
 
 
@@ -137,7 +137,7 @@ def spread_experts(place: Place) -> Found:
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
     engine = make_engine(model, config_of(Training(2, section), place), groups)
     losses = take_steps(engine, (x.bfloat16(), y.bfloat16()), 6)
-    shared = [one for name, one in engine.module.named_parameters() if "deepspeed_experts" not in name]
+    shared = [parameter for name, parameter in engine.module.named_parameters() if "deepspeed_experts" not in name]
     found = {"losses": losses, "weights": _digest_of(shared)}
     engine.destroy()
     return found

@@ -23,7 +23,7 @@ def auto(place: Place) -> Found:
     training = Training(2, {"preset": "auto", "auto": {"steps": 3}})
     with engine_of(training, place) as (engine, batch):
         losses = take_steps(engine, batch, 23)
-        events = [one.kind for one in engine.compression.events]
+        events = [event.kind for event in engine.compression.events]
         check(events == ["auto"], f"expected the event auto, got {events}")
         return describe(engine, losses, f"then {engine.compression.settings}")
 
@@ -50,7 +50,7 @@ def survive_nan(place: Place) -> Found:
         check(engine.skipped_steps == 1, f"expected one skipped step, got {engine.skipped_steps}")
         check(before == (digest(engine), residuals(engine)), "a skipped step has changed weights or residuals")
         losses += take_steps(engine, batch, 6)
-        kinds = [one.kind for one in engine.compression.events]
+        kinds = [event.kind for event in engine.compression.events]
         check(kinds[:1] == ["anomaly"] and "return" in kinds, f"expected an anomaly and a return, got {kinds}")
         return describe(engine, losses)
 
@@ -109,9 +109,9 @@ def write_statistics(place: Place) -> Found:
         figures: list[Any] = []
         engine.compression.subscribe(figures.append)
         found = describe(engine, take_steps(engine, batch, training.steps))
-    steps = [one.step for one in figures]
+    steps = [figure.step for figure in figures]
     check(dist.get_rank() > 0 or steps == [1, 2, 3, 4, 5, 6], f"expected figures of steps 1 to 6, got {steps}")
-    check(all(one.ratio > 3 and one.compress_ms > 0 for one in figures), f"odd figures: {figures}")
+    check(all(figure.ratio > 3 and figure.compress_ms > 0 for figure in figures), f"odd figures: {figures}")
     if dist.get_rank() == 0:
         lines = (path / "compression.jsonl").read_text().splitlines()
         check(len(lines) == training.steps, f"expected {training.steps} lines, got {len(lines)}")

@@ -74,15 +74,17 @@ def print_table(heading: str, findings: Sequence[Finding]) -> None:
         table.add_column(name, overflow="fold")
     rows = list(_gathered(findings))
     ends = [before.part != after.part for before, after in pairwise(rows)] + [True]
-    for one, end in zip(rows, ends, strict=True):
-        verdict = Text(f"{one.verdict}{f': {one.why}' if one.why else ''}", _STYLES[one.verdict])
-        table.add_row(Text(one.part), Text(one.what), Text(one.figure), Text(one.goal), verdict, end_section=end)
+    for row, end in zip(rows, ends, strict=True):
+        verdict = Text(f"{row.verdict}{f': {row.why}' if row.why else ''}", _STYLES[row.verdict])
+        table.add_row(Text(row.part), Text(row.what), Text(row.figure), Text(row.goal), verdict, end_section=end)
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def _gathered(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the findings, with runs of many equal ones merged into one. The JSON file has them all."""
-    for (verdict, _, why, _), group in groupby(findings, key=lambda one: (one.verdict, one.goal, one.why, one.part)):
+    for (verdict, _, why, _), group in groupby(
+        findings, key=lambda finding: (finding.verdict, finding.goal, finding.why, finding.part)
+    ):
         several = list(group)
         if len(several) < _MANY or verdict not in ("pass", "not run"):
             yield from several

@@ -117,13 +117,13 @@ class _Rank:
 
 
 def _wait(processes: Sequence[_Rank], until: float) -> str:
-    while any(one.code is None for one in processes):
-        if failed := [one for one in processes if one.code]:
+    while any(process.code is None for process in processes):
+        if failed := [process for process in processes if process.code]:
             return f"a rank ended with status {failed[0].code}: {failed[0].output()}"
         if time.monotonic() > until:
             return f"ended at its limit: {processes[0].output()}"
         time.sleep(0.05)
-    failed = [one for one in processes if one.code]
+    failed = [process for process in processes if process.code]
     return f"a rank ended with status {failed[0].code}: {failed[0].output()}" if failed else ""
 
 

@@ -52,7 +52,9 @@ def test_the_exit_status_is_that_of_failures(
     verdicts: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(check, "run_part", lambda part, *_: [Finding(one, one, part=part.name) for one in verdicts])  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        check, "run_part", lambda part, *_: [Finding(verdict, verdict, part=part.name) for verdict in verdicts]
+    )  # type: ignore[arg-type]
     output = tmp_path / "results" / "found.json"
     assert main(["--device", "cpu", "--parts", "loss", "--output", str(output)]) == code
     written = json.loads(output.read_text())
@@ -87,8 +89,10 @@ OUTCOMES = (
 
 def test_outcomes_are_verdicts(tmp_path: Path) -> None:
     findings = run(tmp_path, *(then for then, *_ in OUTCOMES))
-    assert [(one.verdict, one.why) for one in findings] == [(verdict, why) for _, verdict, why in OUTCOMES]
-    assert [(one.what, one.part) for one in findings] == [(f"odd {number}", "odd") for number in range(len(OUTCOMES))]
+    assert [(finding.verdict, finding.why) for finding in findings] == [(verdict, why) for _, verdict, why in OUTCOMES]
+    assert [(finding.what, finding.part) for finding in findings] == [
+        (f"odd {number}", "odd") for number in range(len(OUTCOMES))
+    ]
 
 
 @pytest.mark.parametrize(

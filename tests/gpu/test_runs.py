@@ -44,7 +44,7 @@ def test_other_bits_are_found(other: dict[str, Any]) -> None:
     [("aaaa", ""), ("aaab", DIFFERENT), ("abaa", "two undisturbed runs differ"), ("aaa", "it did not get there")],
 )
 def test_late_messages_must_not_change_a_bit(weights: str, problem: str) -> None:
-    runs = tuple(run(number, weights=one) for number, one in enumerate(weights))
+    runs = tuple(run(number, weights=weight) for number, weight in enumerate(weights))
     assert problem_in_mirror(Outcome((runs,), ""), 1, 4) == problem
     wrong = tuple(one | {"error": "no such operation"} for one in runs)
     assert problem_in_mirror(Outcome((wrong,), ""), 1, 4) == "no such operation"

@@ -116,7 +116,9 @@ class World:
         self.events.append(("queued", self.served))
         names = [f"{len(self.events)}/{index}" for index in range(len(requests))]
         self.batches |= dict.fromkeys(names, self.served if self.answers is None else self.answers)
-        return [SimpleNamespace(rollout_id=name, input=one.input) for name, one in zip(names, requests, strict=True)]
+        return [
+            SimpleNamespace(rollout_id=name, input=request.input) for name, request in zip(names, requests, strict=True)
+        ]
 
     async def wait_for_rollouts(self, rollout_ids: list[str], timeout: float) -> list[Any]:
         return [SimpleNamespace(rollout_id=name, status="succeeded") for name in rollout_ids]
@@ -179,9 +181,9 @@ def test_a_bad_rollout_costs_that_rollout(monkeypatch: pytest.MonkeyPatch, caplo
     world = Troubled()
     with caplog.at_level(logging.WARNING):
         run(world, RolloutPlan(2, tasks=2, episodes=3, timeout_s=0.3), monkeypatch)
-    assert [(one.samples, one.failed, one.unrewarded) for one in world.figures] == [(3, 2, 1)] * 2
+    assert [(figure.samples, figure.failed, figure.unrewarded) for figure in world.figures] == [(3, 2, 1)] * 2
     assert sorted({one.reward for one in world.taken}) == [1.0]
-    said = [one.getMessage() for one in caplog.records]
+    said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "2 of 6 rollouts failed or have not finished in 0.3 seconds, 1 have no finite reward" in said[0]
 
@@ -262,7 +264,7 @@ class Runners(World):
 
     async def enqueue_many_rollouts(self, requests: Sequence[Any]) -> list[Any]:
         begin = len(self.tasks)
-        self.tasks += [one.input for one in requests]
+        self.tasks += [request.input for request in requests]
         return [SimpleNamespace(rollout_id=f"{number}") for number in range(begin, len(self.tasks))]
 
     async def query_spans(self, rollout: str, attempt_id: str) -> Any:
@@ -323,12 +325,16 @@ def trained(rank: int, directory: Path, learner: type[Learner]) -> tuple[Any, li
     else:
         algorithm.follow()
     engine.destroy()
-    return {name: one.detach().clone() for name, one in model.named_parameters()}, world.tasks, world.figures
+    return (
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        world.tasks,
+        world.figures,
+    )
 
 
 def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
     (whole, tasks, figures), _ = run_forks(2, trained, tmp_path / "whole", Learner)
-    assert [one.number for one in figures] == [1, 2, 3, 4, 5, 6]
+    assert [figure.number for figure in figures] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(RankError):
         run_forks(2, trained, tmp_path / "killed", KilledLearner, grace=0.1)
     for resumed, again, later in run_forks(2, trained, tmp_path / "killed", Learner):

@@ -63,7 +63,7 @@ def run(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     ids=["plain", "section", "restarts"],
 )
 def test_libraries_see_the_environment_of_the_program(options: list[str], tmp_path: Path) -> None:
-    done = run(tmp_path, *(str(tmp_path / one) if one == "compress.json" else one for one in options))
+    done = run(tmp_path, *(str(tmp_path / option) if option == "compress.json" else option for option in options))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "seen_0.json").read_text())
     assert found == {"loaded": [], "home": "/nowhere/home", "offline": True}

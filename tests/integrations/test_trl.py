@@ -84,7 +84,11 @@ def dpo(directory: str, section: dict[str, Any] | None) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     numbers = range(32)
-    columns = {"prompt": ["1 2" for _ in numbers], "chosen": [f"{one} 3" for one in numbers], "rejected": ["4 5"] * 32}
+    columns = {
+        "prompt": ["1 2" for _ in numbers],
+        "chosen": [f"{number} 3" for number in numbers],
+        "rejected": ["4 5"] * 32,
+    }
     args = DPOConfig(**settings(directory, section))
     rows = Dataset.from_dict(columns)
     models = network("llama"), network("llama")

@@ -128,7 +128,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
 def wait_for_steps(directory: Path, ranks: int, killed: set[int], running: Job) -> None:
     """Wait for steps of a start in which no rank has been killed yet, or for the end of the job."""
     while running.process.poll() is None:
-        newest = [one for one in records(directory) if one["rank"] == 0][-1:]
+        newest = [record for record in records(directory) if record["rank"] == 0][-1:]
         living = all(one["pid"] not in killed for rank in range(ranks) for one in starts(directory, rank)[-1:])
         if newest and "loss" in newest[0] and living:
             return
@@ -142,15 +142,15 @@ def log_of(directory: Path) -> Path:
 def most_lost(directory: Path) -> int:
     """Return the largest number of steps that a later start repeated."""
     made, lost = 0, 0
-    for one in steps(directory, 0):
-        lost = max(lost, made + 1 - one["step"])
-        made = max(made, one["step"])
+    for step in steps(directory, 0):
+        lost = max(lost, made + 1 - step["step"])
+        made = max(made, step["step"])
     return lost
 
 
 def longest(directory: Path) -> float:
     """Return the longest time between two steps, in seconds."""
-    times = [one["time"] for one in steps(directory, 0)]
+    times = [step["time"] for step in steps(directory, 0)]
     return max(after - before for before, after in pairwise(times))
 
 

@@ -62,16 +62,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
 
 def of_starts(directory: Path, key: str) -> list[int]:
     """Return what rank 0 has recorded of each start: its `world` size, or the `first` step that it loaded."""
-    return [one[key] for one in records(directory) if key in one and one["rank"] == 0]
+    return [record[key] for record in records(directory) if key in record and record["rank"] == 0]
 
 
 def losses(directory: Path, world: int) -> set[tuple[int, float]]:
     """Return (step, loss) of rank 0 in starts with `world` ranks."""
     found, now = set(), 0
-    for one in records(directory):
-        if one["rank"] == 0:
-            now = one.get("world", now)
-            found |= {(one["step"], one["loss"])} if "loss" in one and now == world else set()
+    for record in records(directory):
+        if record["rank"] == 0:
+            now = record.get("world", now)
+            found |= {(record["step"], record["loss"])} if "loss" in record and now == world else set()
     return found
 
 
@@ -130,7 +130,7 @@ def test_after_a_hang_and_a_lost_host_fewer_ranks_train_the_same_batches(tmp_pat
         assert job.end() == [0], job.log
     assert of_starts(directory, "world") == [2, 2, 1]
     assert losses(directory, 2) < losses(undisturbed(2), 2)
-    assert {one["step"] for one in steps(directory, 0)} == set(range(1, STEPS + 1))
+    assert {step["step"] for step in steps(directory, 0)} == set(range(1, STEPS + 1))
     check_lost(directory)
 
 

@@ -64,7 +64,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], lis
         directory = place(tmp_path_factory.mktemp("undisturbed") / "job", stage)
         with Job(command(directory, steps=STEPS), directory / "log") as job:
             assert job.wait() == 0, job.log
-        assert [one["step"] for one in steps(directory, 0)] == list(range(1, STEPS + 1))
+        assert [step["step"] for step in steps(directory, 0)] == list(range(1, STEPS + 1))
         return result(directory)
 
     return find
@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], lis
 
 def lost_steps(directory: Path) -> list[int]:
     """Return the number of steps that each start but the first repeated."""
-    firsts = [one for one in records(directory) if one["rank"] == 0 and "first" in one]
+    firsts = [record for record in records(directory) if record["rank"] == 0 and "first" in record]
     most, found = 0, []
     for one in records(directory):
         if one["rank"] != 0:
@@ -189,7 +189,7 @@ def test_sigterm_saves_and_the_next_job_resumes(tmp_path, undisturbed):
     assert (directory / "checkpoints" / "latest").read_text() == f"global_step{last}"
     with Job(command(directory, steps=STEPS), directory / "log") as job:
         assert job.wait() == 0, job.log
-    assert [one["first"] for one in records(directory) if "first" in one and one["rank"] == 0] == [0, last]
+    assert [record["first"] for record in records(directory) if "first" in record and record["rank"] == 0] == [0, last]
     assert result(directory) == undisturbed(1)
 
 
@@ -230,7 +230,7 @@ def test_checkpoints_of_another_job_are_refused_without_a_restart(tmp_path):
     assert "already has checkpoints" in job.log
     assert "a restart cannot help" in job.log
     assert "restart 1 of 1" not in job.log
-    assert not [one for one in records(directory) if one.get("first")]
+    assert not [record for record in records(directory) if record.get("first")]
 
 
 def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str]:
@@ -257,10 +257,10 @@ def test_a_spare_host_takes_over_and_without_one_fewer_ranks_train_the_same_batc
                     third.process.kill()
                     release(directory, 10)
                     assert first.wait() == 0, first.log
-    worlds = [one["world"] for one in records(directory) if "world" in one and one["rank"] == 0]
+    worlds = [record["world"] for record in records(directory) if "world" in record and record["rank"] == 0]
     assert worlds == [2, 2, 1]
     assert len(starts(directory, 0)) == 3
-    assert {one["step"] for one in steps(directory, 0)} == set(range(1, STEPS + 1))
+    assert {step["step"] for step in steps(directory, 0)} == set(range(1, STEPS + 1))
 
 
 def port_is_open(port: int) -> bool:

@@ -62,7 +62,7 @@ def test_an_anchor_arrives_bit_for_bit() -> None:
     with handing_out() as address:
         version, about, tensors = fetch_anchor(address, 4, 5.0, SIZES, "mine", OWN)
     assert (version, about) == (4, {"run": "mine", "step": 3})
-    assert all(torch.equal(one, torch.arange(float(NUMEL))) for one in tensors.values())
+    assert all(torch.equal(tensor, torch.arange(float(NUMEL))) for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,8 @@ def test_an_island_that_diverged_is_excluded(server: Server) -> None:
 
 def test_a_dead_island_does_not_delay_the_others(server: Server) -> None:
     islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
-    for one in islands:
-        one.step()
+    for island in islands:
+        island.step()
     islands[1].move()
     islands[1].push()
     islands[1].client.close()
@@ -502,7 +502,7 @@ def test_a_new_server_starts_from_the_newest_checkpoint() -> None:
         islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
         for one in islands:
             one.step()
-        saved = [(one.exchange.describe(), one.exchange.anchor()) for one in islands]
+        saved = [(island.exchange.describe(), island.exchange.anchor()) for island in islands]
     with parameter_server() as server:
         again = [Island(section(server.port)) for _ in saved]
         for one, (described, anchor) in zip(again, saved, strict=True):

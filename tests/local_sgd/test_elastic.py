@@ -179,7 +179,7 @@ def at_once(*works: Callable[[], Any], timeout: float = 4 * PATIENT) -> list[Any
 def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any]) -> None:
     settings = section(address, minimum=3, exchange=exchange)
     islands = at_once(*(lambda goal=goal: Island(settings, goal).train(3) for goal in (0.0, 1.0, 5.0)))
-    assert sorted(one.exchange.number for one in islands) == [0, 1, 2]
+    assert sorted(island.exchange.number for island in islands) == [0, 1, 2]
     for one in islands:
         assert [result.kind for result in one.results] == ["exchange"] * 3
         assert torch.equal(one.anchor, islands[0].anchor)
@@ -197,7 +197,7 @@ def test_updates_are_weighted_by_samples(address: str) -> None:
     islands = [Island(settings, goal) for goal in (0.0, 8.0)]
     for one in islands:
         one.weights.values.zero_()
-    at_once(*(partial(one.train, 1, samples) for one, samples in zip(islands, (30, 10), strict=True)))
+    at_once(*(partial(island.train, 1, samples) for island, samples in zip(islands, (30, 10), strict=True)))
     assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 8.0 / 2 * 10 / 40))
 
 
@@ -234,7 +234,7 @@ def test_a_link_slower_than_the_timeout_gets_more_time(address: str) -> None:
 
     islands = [Island(section(address, minimum=2, timeout=TIMEOUT), goal) for goal in (0.0, 1.0)]
     islands[1].exchange.peers._make = slow
-    at_once(*(partial(one.train, 6) for one in islands))
+    at_once(*(partial(island.train, 6) for island in islands))
     for one in islands:
         assert [result.kind for result in one.results][-2:] == ["exchange", "exchange"]
         assert one.results[0].kind == "void"
@@ -252,7 +252,7 @@ def whole(store: Residuals) -> Tensor:
 def test_a_void_round_leaves_no_trace(address: str) -> None:
     settings = section(address, minimum=2, timeout=TIMEOUT)
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
-    at_once(*(partial(one.train, 2) for one in islands))
+    at_once(*(partial(island.train, 2) for island in islands))
     doomed = Island(settings, 5.0, "after groups", 1)
     doomed.start()
 
@@ -260,9 +260,9 @@ def test_a_void_round_leaves_no_trace(address: str) -> None:
         """Return all stores as whole vectors, because messages among three islands are cut differently."""
         return [whole(one.stores.by_name[name]) for name in sorted(one.stores.by_name)]
 
-    before = [kept(one) for one in islands]
+    before = [kept(island) for island in islands]
     at_once(*(partial(one.train, 1) for one in [*islands, doomed]))
-    assert [one.results[-1].kind for one in islands] == ["void", "void"]
+    assert [island.results[-1].kind for island in islands] == ["void", "void"]
     for one, former in zip(islands, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept(one), former, strict=True))
         one.end()
@@ -297,8 +297,8 @@ def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address
     islands = [Island(settings, goal) for goal in (0.0, 1.0, 8.0)]
     for one in islands:
         one.weights.values.zero_()
-    at_once(*(one.exchange.start for one in islands))
-    at_once(*(partial(one.train, 1) for one in islands[:2]))
+    at_once(*(island.exchange.start for island in islands))
+    at_once(*(partial(island.train, 1) for island in islands[:2]))
     assert islands[0].results[-1].islands == 2
 
     # The island is too late, but it has sent a message, so the others wait for it again.
@@ -310,8 +310,8 @@ def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address
             time.sleep(0.02)
             islands[2].results.append(islands[2].exchange.exchange(8))
 
-    at_once(*(partial(one.train, 1) for one in islands[:2]), come_back)
-    assert [one.results[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
+    at_once(*(partial(island.train, 1) for island in islands[:2]), come_back)
+    assert [island.results[-1].kind for island in islands] == ["exchange", "exchange", "renewed"]
     assert torch.equal(islands[2].anchor, islands[0].anchor)
     # Island 2 has moved by 4 from its last anchor, the others by -0.125 and 0.375 from their common anchor.
     assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 0.25 + (4 - 0.125 + 0.375) / 3))
@@ -320,7 +320,7 @@ def test_an_outdated_island_contributes_its_update_and_adopts_the_anchor(address
 def test_an_island_that_cannot_reach_the_coordinator_raises(address: str) -> None:
     settings = section(address, minimum=2, timeout=0.3, give_up=1.5)
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
-    at_once(*(one.exchange.start for one in islands))
+    at_once(*(island.exchange.start for island in islands))
     islands[1].end()
     with pytest.raises(
         IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be connected"
@@ -331,12 +331,12 @@ def test_an_island_that_cannot_reach_the_coordinator_raises(address: str) -> Non
 def test_an_island_that_diverged_is_excluded_and_keeps_its_residual(address: str) -> None:
     settings = section(address, minimum=2, exchange={"method": "blockwise", "bits": 8})
     islands = [Island(settings, goal) for goal in (0.0, 1.0)]
-    at_once(*(partial(one.train, 3) for one in islands))
+    at_once(*(partial(island.train, 3) for island in islands))
     broken, healthy = islands
     former = [values.clone() for _, values in broken.stores.by_name["gradients"].items()]
     broken.weights.values.fill_(float("nan"))
     before = healthy.anchor
-    at_once(*(partial(one.train, 1) for one in islands))
+    at_once(*(partial(island.train, 1) for island in islands))
     assert torch.isfinite(broken.weights.values).all()
     assert torch.equal(broken.anchor, healthy.anchor)
     after = [values for _, values in broken.stores.by_name["gradients"].items()]
@@ -349,14 +349,14 @@ def test_a_restarted_coordinator_continues(tmp_path: Any) -> None:
     state = tmp_path / "state.json"
     with coordinator(state) as address:
         islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
-        at_once(*(partial(one.train, 2) for one in islands))
+        at_once(*(partial(island.train, 2) for island in islands))
     with contextlib.ExitStack() as later:
 
         def serve_again() -> None:
             time.sleep(0.5)
             later.enter_context(coordinator(state, int(address.rpartition(":")[2])))
 
-        at_once(serve_again, *(partial(one.train, 2) for one in islands))
+        at_once(serve_again, *(partial(island.train, 2) for island in islands))
         assert [result.kind for result in islands[0].results] == ["exchange"] * 4
         assert torch.equal(islands[0].anchor, islands[1].anchor)
         assert status(address)["version"] == islands[0].exchange.version
@@ -391,13 +391,13 @@ def test_an_anchor_that_cannot_be_fetched_raises_with_the_cause(address: str) ->
 def test_islands_with_and_without_an_agreed_anchor_restart_together(address: str, unagreed: Any) -> None:
     """The coordinator gives islands that start again new numbers, which all of them must learn."""
     islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
-    at_once(*(one.start for one in islands))
+    at_once(*(island.start for island in islands))
     states = {"run": "old", "number": 5, "version": 7}, unagreed
     for one in islands:
         one.exchange.prepare_load()
-    at_once(*(partial(one.exchange.resume, state, 3, 8) for one, state in zip(islands, states, strict=True)))
-    assert sorted(one.exchange.number for one in islands) == [0, 1]
-    at_once(*(partial(one.train, 2) for one in islands))
+    at_once(*(partial(island.exchange.resume, state, 3, 8) for island, state in zip(islands, states, strict=True)))
+    assert sorted(island.exchange.number for island in islands) == [0, 1]
+    at_once(*(partial(island.train, 2) for island in islands))
     for one in islands:
         assert [result.kind for result in one.results] == ["exchange"] * 2
         assert torch.equal(one.anchor, islands[0].anchor)

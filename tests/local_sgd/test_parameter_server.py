@@ -248,7 +248,7 @@ def test_a_full_disk_stops_no_island(
             Rank(service, terms())
         assert not list(directory.glob("*.tmp"))
         assert (directory / "state").read_bytes() == saved
-    assert [one.partition(" (")[0] for one in reports if "cannot" in one] == [
+    assert [report.partition(" (")[0] for report in reports if "cannot" in report] == [
         "islands keep their calls, because the state cannot be written"
     ]
     assert list(service.store.records.islands) == [0], "an island that could not be saved has not entered"
@@ -266,7 +266,7 @@ def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(o
     rank.seed(torch.zeros(NUMEL))
     huge = torch.full((NUMEL,), 0.6 * LARGEST_FLOAT)
     answers = [rank.push(huge)[0] for _ in range(3)]
-    dropped = [one for one in answers if one["kind"] == "dropped"]
+    dropped = [answer for answer in answers if answer["kind"] == "dropped"]
     assert dropped
     assert {one["reason"] for one in dropped} == {"the anchor would become non-finite"}
     assert all(bool(torch.isfinite(one).all()) for one in tensors_of(service.store.places).values())

@@ -31,7 +31,7 @@ def test_no_configuration_has_findings() -> None:
     for name, layout in kinds().items():
         text = json.dumps(ds_config(layout, CLUSTER), indent=2)
         findings = lint_text(text, context=Context(world_size=layout.ranks))
-        found |= {f"{name} {one.code}": one.message for one in findings}
+        found |= {f"{name} {finding.code}": finding.message for finding in findings}
     assert found == {}
     assert len(kinds()) > 150
 

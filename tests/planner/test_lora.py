@@ -55,7 +55,7 @@ def test_the_parameters_of_adapters_are_those_of_peft(family: str, tmp_path: Pat
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=family == "gpt2")
     )
-    trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     assert replace(read_model(tmp_path), rank=4).trained_parameters == trained
 
 

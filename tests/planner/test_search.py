@@ -17,11 +17,11 @@ def best(plan: Plan) -> str:
 
 def test_a_slow_network_needs_compression_or_islands() -> None:
     plan = search(job("16xA100", "5gbit", batch=256))
-    plain = min(one.days for one in plan.candidates if not one.layout.compressed)
+    plain = min(candidate.days for candidate in plan.candidates if not candidate.layout.compressed)
     assert plan.candidates[0].layout.compressed
     assert plan.candidates[0].days < 0.7 * plain
     # Islands train in another way, so they are never the answer to a question that did not ask for them.
-    assert {one.layout.islands for one in plan.candidates} == {1}
+    assert {candidate.layout.islands for candidate in plan.candidates} == {1}
     assert plan.islands[0].days < plan.candidates[0].days
 
 
@@ -36,23 +36,25 @@ def test_70b_on_64_gpus_needs_a_pipeline_or_tensor_ranks() -> None:
     plan = search(job("64xH100", "100gbit", LLAMA_70B))
     first = plan.recommended.layout
     assert first.tensor * first.pipeline > 1
-    assert all(one.verdict != "does not fit" for one in plan.candidates)
+    assert all(candidate.verdict != "does not fit" for candidate in plan.candidates)
     assert plan.refused["does not fit into memory"] > 100
 
 
 def test_the_fastest_come_first_and_each_kind_once() -> None:
     plan = search(job("64xH100", "100gbit"))
-    days = [one.days for one in plan.candidates]
+    days = [candidate.days for candidate in plan.candidates]
     assert days == sorted(days)
-    assert len({str(one.layout) for one in plan.candidates}) == len(days)
+    assert len({str(candidate.layout) for candidate in plan.candidates}) == len(days)
     assert plan.is_tied(plan.candidates[0])
     assert not plan.is_tied(plan.candidates[-1])
 
 
 def test_only_megatron_interleaves() -> None:
     plan, own = (search(job("64xH100", "100gbit", LLAMA_70B, software=SOFTWARE[name])) for name in ("hf", "megatron"))
-    assert all(one.layout.virtual == 1 and not one.layout.sequence_parallel for one in plan.candidates)
-    assert {one.layout.engine for one in own.candidates} == {"megatron"}
+    assert all(
+        candidate.layout.virtual == 1 and not candidate.layout.sequence_parallel for candidate in plan.candidates
+    )
+    assert {candidate.layout.engine for candidate in own.candidates} == {"megatron"}
     assert any(one.layout.virtual > 1 for one in own.fitting)
 
 

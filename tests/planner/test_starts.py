@@ -50,7 +50,7 @@ def jobs() -> list[list[Layout]]:
     """Return the layouts in lists of at most `TOGETHER`, which divide the model alike."""
     found = []
     for wanted in sorted(set(map(division, kinds()))):
-        alike = [one for one in kinds() if division(one) == wanted]
+        alike = [kind for kind in kinds() if division(kind) == wanted]
         count = -(-len(alike) // TOGETHER)
         # Neighbors differ by little, so each list takes some of every stage.
         found += [alike[index::count] for index in range(count)]

@@ -33,7 +33,7 @@ def test_recomputation_costs_a_forward_pass() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_fewer_bits_send_fewer_bytes(zero: int) -> None:
     predictions = [predictor().predict(layout(zero=zero, gradient_bits=bits)) for bits in (0, 8, 4, 3)]
-    sent = [sum(term.outside for term in one.terms if term.name == "gradients") for one in predictions]
+    sent = [sum(term.outside for term in prediction.terms if term.name == "gradients") for prediction in predictions]
     assert sent == sorted(set(sent), reverse=True)
 
 
@@ -99,7 +99,7 @@ def test_few_ranks_own_a_tied_embedding_which_stays_uncompressed() -> None:
     """Of two replicas, one owns the whole table, and receives it, as both would without compression."""
     small, both = predictor("4xCPU", model=TOY), {"data": 2, "pipeline": 2, "accumulation": 16}
     plain, ours = (
-        next(one for one in small.predict(layout(**both, weight_bits=bits)).terms if one.name == "updated weights")
+        next(term for term in small.predict(layout(**both, weight_bits=bits)).terms if term.name == "updated weights")
         for bits in (0, 4)
     )
     assert ours.outside < 0.6 * plain.outside

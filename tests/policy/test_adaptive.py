@@ -181,7 +181,7 @@ def test_groups_are_upgraded_where_a_byte_removes_the_most_error() -> None:
     found = adaptive(groups=["embed"], max_error=0.3)
     settings = found.settings(found.choose(Choice((0, 0)), uneven, STEP).choice.gradients)
     assert brief(settings) == "blockwise bits=4"
-    assert [(one.parameters, one.bits) for one in settings.overrides] == [("embed", 2)]
+    assert [(override.parameters, override.bits) for override in settings.overrides] == [("embed", 2)]
 
 
 def test_a_group_with_a_large_error_gets_more_bytes_without_a_maximum_error() -> None:
@@ -194,8 +194,11 @@ def test_a_group_with_a_large_error_gets_more_bytes_without_a_maximum_error() ->
 def test_one_group_may_be_uncompressed_while_another_is_compressed() -> None:
     found = adaptive(groups=["embed"])
     first, second = found.settings((1, 2)), found.settings((2, 1))
-    assert [(one.parameters, one.method) for one in first.overrides] == [("embed", "none")]
-    assert [(one.parameters, one.method) for one in second.overrides] == [("embed", "blockwise"), (".", "none")]
+    assert [(override.parameters, override.method) for override in first.overrides] == [("embed", "none")]
+    assert [(override.parameters, override.method) for override in second.overrides] == [
+        ("embed", "blockwise"),
+        (".", "none"),
+    ]
 
 
 def adaptation_of(**settings: Any) -> tuple[Adaptation, list[Event]]:

@@ -124,14 +124,16 @@ def test_weights_are_chosen_even_if_gradients_have_one_candidate() -> None:
 )
 def test_weights_cannot_be_chosen_under_zero_3(raw: dict[str, Any], place: str) -> None:
     def problems(stage: int) -> list[str]:
-        return [one.pointer for one in find_problems({"zero_optimization": {"stage": stage}, SECTION: raw})]
+        return [problem.pointer for problem in find_problems({"zero_optimization": {"stage": stage}, SECTION: raw})]
 
     assert problems(1) == problems(2) == []
     assert problems(3) == [f"/{SECTION}{place}"]
 
 
 def test_the_penalty_of_weights_matches_the_measurements() -> None:
-    by_name = {brief(one): one for one in weight_candidates(section(), differences=True)}
+    by_name = {
+        brief(weight_candidate): weight_candidate for weight_candidate in weight_candidates(section(), differences=True)
+    }
     assert [weights_penalty(by_name[f"blockwise bits={bits}"], 100) for bits in (8, 4)] == [1.0, 1.0]
     assert weights_penalty(by_name["none"], 1) == 1.0
     assert weights_penalty(by_name["sign levels=3"], 300) == pytest.approx(1.17)
@@ -237,7 +239,7 @@ def test_powersgd_never_overrides_the_method_of_a_group() -> None:
     assert found._is_possible((0, 2))
     settings = found.settings((0, 2))
     assert brief(settings) == "powersgd rank=4"
-    assert [(one.parameters, one.method) for one in settings.overrides] == [("embed", "blockwise")]
+    assert [(override.parameters, override.method) for override in settings.overrides] == [("embed", "blockwise")]
     seen = measured(1e7 / 8, groups=2)
     # The error of the first group is negligible.
     uneven = replace(seen, errors=tuple((error * 1e-6, error) for error, _ in seen.errors))

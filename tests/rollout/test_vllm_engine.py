@@ -267,7 +267,7 @@ def test_a_server_continues_a_request_and_a_restarted_one_catches_up(
             load_version(engine, 2 * EVERY)
             found = running.result()
         spans = found["weight_versions"]
-        assert [one["version"] for one in spans] == ["10", "20"]
+        assert [span["version"] for span in spans] == ["10", "20"]
         assert len(found["token_ids"]) == spans[1]["end"] == 300
         assert server.generate()["token_ids"] == answers[2][1][0]
     with Served(directory / "model", tmp_path / "second.log") as server:

@@ -62,7 +62,7 @@ def answer(engine: Any) -> tuple[list[int], list[float], str]:
     [found] = engine.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
     [output] = found.outputs
     tokens = list(output.token_ids)
-    labels = ",".join(one.version for one in output.weight_versions)
+    labels = ",".join(weight_version.version for weight_version in output.weight_versions)
     return tokens, [place[token].logprob for token, place in zip(tokens, output.logprobs, strict=True)], labels
 
 

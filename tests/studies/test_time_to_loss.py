@@ -110,7 +110,8 @@ def test_seconds_are_steps_times_step_time() -> None:
     names = {"ddp": falling(6.0, 5.0, 4.0), "ours": falling(6.0, 5.0, 4.5, 3.5), "late": falling(5.0, 4.5)}
     times = StepTimes([{"rows": [row("ddp", 2.0), row("ours", 0.1), row("deepspeed", 3.0, stage=1)]}])
     found = {
-        one.name: one for one in outcomes([Trained(name, 2, 0, curve) for name, curve in names.items()], 10, times)
+        outcome.name: outcome
+        for outcome in outcomes([Trained(name, 2, 0, curve) for name, curve in names.items()], 10, times)
     }
     assert list(found) == ["ddp", "deepspeed, ZeRO 1", "ours", "late"]
     assert (found["ddp"].seconds, found["deepspeed, ZeRO 1"].seconds) == ({"1gbit": 60.0}, {"1gbit": 90.0})

@@ -100,11 +100,11 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 
 def steps(directory: Path, rank: int) -> list[dict[str, Any]]:
-    return [one for one in records(directory) if one["rank"] == rank and "loss" in one]
+    return [record for record in records(directory) if record["rank"] == rank and "loss" in record]
 
 
 def starts(directory: Path, rank: int) -> list[dict[str, Any]]:
-    return [one for one in records(directory) if one["rank"] == rank and "pid" in one]
+    return [record for record in records(directory) if record["rank"] == rank and "pid" in record]
 
 
 def at_step(directory: Path, rank: int, step: int) -> Callable[[], dict[str, Any] | None]:

@@ -131,4 +131,8 @@ class HostsJob:
 
     def _since(self, cut: Cut, key: str) -> list[dict]:
         """Return the records of rank 0 with `key` after the cut."""
-        return [one for one in records(self.directory) if one["rank"] == 0 and key in one and one["time"] > cut.time]
+        return [
+            record
+            for record in records(self.directory)
+            if record["rank"] == 0 and key in record and record["time"] > cut.time
+        ]

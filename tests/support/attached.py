@@ -150,7 +150,7 @@ def overflow(rank: int, setting: Any, scaled: bool, clear: Clear) -> dict[str, A
         loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
         before, norms = bits_of(attached), norms_of(attached)
         (loss if scaler is None else scaler.scale(loss)).backward()
-        finite = all(bool(whole(one.grad).isfinite().all()) for one in model.parameters())
+        finite = all(bool(whole(parameter.grad).isfinite().all()) for parameter in model.parameters())
         if scaler is not None:
             scaler.step(optimizer)
             # Some programs clear gradients before they update.
@@ -167,8 +167,8 @@ def overflow(rank: int, setting: Any, scaled: bool, clear: Clear) -> dict[str, A
             found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
             found["bits"] = scaled or before == bits_of(attached)
     found["steps"] = attached.steps.count
-    weights = [whole(one) for one in model.parameters()]
-    found["equal"] = all(same_on_all(one) and bool(one.isfinite().all()) for one in weights)
+    weights = [whole(parameter) for parameter in model.parameters()]
+    found["equal"] = all(same_on_all(weight) and bool(weight.isfinite().all()) for weight in weights)
     return found
 
 

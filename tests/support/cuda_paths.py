@@ -59,7 +59,7 @@ class _Group:
     def _allgather_base(self, output: Tensor, mine: Tensor) -> _Collective:
         messages = output.split(mine.numel())
         # NCCL's collective neither reads nor writes this rank's own message in place.
-        others = [one for rank, one in enumerate(messages) if rank != self.rank()]
+        others = [message for rank, message in enumerate(messages) if rank != self.rank()]
         return self._run("all-gather", [mine] * self.size(), messages, [mine], others)
 
     def _run(

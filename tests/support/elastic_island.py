@@ -91,7 +91,9 @@ def live(rank: int, plan: Plan) -> None:
         log.write(json.dumps({"kind": "joined", "number": islands.number}) + "\n")
         try:
             train(engine, plan, log)
-            weights = {name: one.detach().flatten().tolist() for name, one in engine.module.named_parameters()}
+            weights = {
+                name: parameter.detach().flatten().tolist() for name, parameter in engine.module.named_parameters()
+            }
             log.write(json.dumps({"kind": "end", "number": islands.number, "weights": weights}) + "\n")
         except IslandError as error:
             log.write(json.dumps({"kind": "error", "number": islands.number, "text": str(error)}) + "\n")

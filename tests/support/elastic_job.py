@@ -89,21 +89,21 @@ class ElasticJob:
     def standstill(self, besides: int | None = None) -> float:
         """Return the longest exchange in seconds, except those of the process `besides`."""
         others = [one for number in range(len(self.islands)) if number != besides for one in self.lines(number)]
-        return max(one["seconds"] for one in others if "seconds" in one)
+        return max(other["seconds"] for other in others if "seconds" in other)
 
     def longest_allowed(self, wait: float) -> float:
         """Return `wait` and a second, or more on a busy machine, on which an exchange that waits for nobody is slow."""
-        seconds = [one["seconds"] for one in self.lines() if "seconds" in one]
+        seconds = [line["seconds"] for line in self.lines() if "seconds" in line]
         return wait + max(1.0, 20 * statistics.median(seconds))
 
     def summary(self) -> str:
-        kinds = Counter(one["kind"] for one in self.lines())
-        seconds = sorted(one["seconds"] for one in self.lines() if "seconds" in one)
+        kinds = Counter(line["kind"] for line in self.lines())
+        seconds = sorted(line["seconds"] for line in self.lines() if "seconds" in line)
         return f"{dict(kinds)}; seconds of an exchange: median {seconds[len(seconds) // 2]:.3f}, most {seconds[-1]:.3f}"
 
     def loss(self) -> float:
         """Return the least final loss of the islands, which end near the same anchor."""
-        return min(loss_of(one["weights"]) for one in self.lines() if one["kind"] == "end")
+        return min(loss_of(line["weights"]) for line in self.lines() if line["kind"] == "end")
 
 
 class _Silent:
@@ -148,14 +148,14 @@ def served(state: Path, asynchronous: bool) -> Iterator[str]:
 def wait_for_islands(found: ElasticJob, count: int) -> None:
     """Wait until `count` islands train. The fork server and DeepSpeed start first."""
     deadline = time.time() + LONGEST
-    while sum(one["kind"] == "joined" for one in found.lines()) < count:
+    while sum(line["kind"] == "joined" for line in found.lines()) < count:
         assert time.time() < deadline, "islands do not join"
         time.sleep(0.05)
 
 
 def newest(found: ElasticJob) -> int:
     """Return the newest version of the anchor."""
-    return max((one.get("version", 0) for one in found.lines()), default=0)
+    return max((line.get("version", 0) for line in found.lines()), default=0)
 
 
 def reached(found: ElasticJob, version: int) -> None:
@@ -168,7 +168,7 @@ def reached(found: ElasticJob, version: int) -> None:
 
 def wait_for(found: ElasticJob, island: int, kind: str) -> list[dict[str, Any]]:
     deadline = time.time() + LONGEST
-    while not (lines := [one for one in found.lines(island) if one["kind"] == kind]):
+    while not (lines := [line for line in found.lines(island) if line["kind"] == kind]):
         assert time.time() < deadline, f"no {kind}"
         time.sleep(0.1)
     return lines

@@ -109,7 +109,7 @@ def _end(processes: Iterable[BaseProcess]) -> None:
 def _outcomes(receivers: list[Connection], deadline: float, grace: float) -> dict[int, Any]:
     """Return by rank (True, its result), (False, its traceback), or None if it has died. A hanging rank is missing."""
     outcomes: dict[int, Any] = {}
-    while waiting := [one for rank, one in enumerate(receivers) if rank not in outcomes]:
+    while waiting := [receiver for rank, receiver in enumerate(receivers) if rank not in outcomes]:
         ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
             break

@@ -84,7 +84,7 @@ def _call_recorded(tensor: Tensor, waits: HostWaits, name: str, original: Any) -
 
 def _waits(func: Any, args: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
-    masks = name in ("index", "index_put_", "_index_put_impl_") and any(_is_mask(one) for one in tree_leaves(args[1]))
+    masks = name in ("index", "index_put_", "_index_put_impl_") and any(_is_mask(leaf) for leaf in tree_leaves(args[1]))
     counts = name == "repeat_interleave" and func._overloadname == "Tensor"
     return name in _WAITING or masks or counts
 

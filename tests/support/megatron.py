@@ -171,7 +171,7 @@ class Gpt:
         )
         applied, *_ = self.optimizer.step()
         assert applied
-        return sum(float(one["loss"]) for one in losses) / max(1, len(losses))
+        return sum(float(loss["loss"]) for loss in losses) / max(1, len(losses))
 
     def _batches(self, step: int) -> Iterator[Tensor]:
         from megatron.core import parallel_state

@@ -122,8 +122,10 @@ class Device(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-        written = {one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write}
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        written = {
+            argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+        }
         shape_alone = func._schema.name.startswith("aten::new_") or func._schema.name.endswith("_like")
         read = [] if shape_alone else [value for name, value in named.items() if name not in written]
         writes = [tensor for name in written for tensor in _tensors(named.get(name))]

@@ -79,4 +79,4 @@ def examine(found: Run, baseline: Run | None = None) -> Diagnosis:
 
 def names(found: Run, baseline: Run | None = None) -> list[str]:
     """Return the names of the doctor's findings, worst first."""
-    return [one.name for one in examine(found, baseline).diagnostics]
+    return [diagnostic.name for diagnostic in examine(found, baseline).diagnostics]

@@ -176,7 +176,7 @@ def sequences_over(bits: int, bits_of_gradients: int, meter: Meter) -> Callable[
         ActivationMessages(codec, meter, "bytes_tensor_saved")
         for codec in (activation_codec(bits), gradient_codec(bits_of_gradients))
     ]
-    return cache(lambda group: SequenceExchange(*(SequenceParts(group, one) for one in messages)))
+    return cache(lambda group: SequenceExchange(*(SequenceParts(group, message) for message in messages)))
 
 
 def sum_output(x: Tensor, total: _Exchange) -> Tensor:

@@ -228,7 +228,9 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
     scatters = kind == "zero_3" and not is_gloo(reduction_group(engine))
     ring = ring_reduce_scatter if scatters else ring_all_reduce
-    alone = times * sum(ring(one.numel * parameters.dtype.itemsize, one.world_size) for one in partitions)
+    alone = times * sum(
+        ring(partition.numel * parameters.dtype.itemsize, partition.world_size) for partition in partitions
+    )
     return gradient_texts(session, parameters, partitions, kind == "zero_0", alone, times)
 
 

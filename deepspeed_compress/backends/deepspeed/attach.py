@@ -149,7 +149,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     if config.activations is not None:
         attach_activations(engine, config.activations, session.run, patches)
     participants = (saving, islands, CompressionState(engine, session), Resharding(engine, config))
-    attach_participants(engine, [one for one in participants if one is not None], patches)
+    attach_participants(engine, [participant for participant in participants if participant is not None], patches)
     step = OptimizerStep(engine, session, norms, weight_bytes, stop_counting, nodes, rollout)
     patches.wrap(engine, "_take_model_step", step.take)
     attach_heartbeat(engine, session)

@@ -55,7 +55,9 @@ class Layout:
     def hand_over(self, bucket: Tensor, rank: int, out: Tensor) -> None:
         """Copy the elements of `bucket` that `rank` owns to `out`, its flat part of the buffer. Padding becomes 0."""
         share = self.numel // self.partition.world_size
-        places = [replace(one, offset=one.offset - rank * share) for one in self.segments if one.owner == rank]
+        places = [
+            replace(segment, offset=segment.offset - rank * share) for segment in self.segments if segment.owner == rank
+        ]
         if sum(place.numel for place in places) != share:
             out.zero_()
         scatter(gather(bucket, self.partition.owned_by(rank)), places, out)

@@ -167,7 +167,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     for module in sharded:
         for group in module._get_fsdp_state()._fsdp_param_groups:
             _check(group)
-            own = tuple(names[id(one.sharded_param)] for one in group.fsdp_params)
+            own = tuple(names[id(fsdp_parameter.sharded_param)] for fsdp_parameter in group.fsdp_params)
             found.setdefault(id(group), Unit(module, group, own))
     return list(found.values())
 

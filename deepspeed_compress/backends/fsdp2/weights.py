@@ -126,7 +126,7 @@ class Gathers:
         Raises:
             UnsupportedError: other code has replaced the custom all-gather since.
         """
-        replaced = [one.unit.names[0] for one in self._gathers if not is_gathered_by_us(one.unit)]
+        replaced = [gather.unit.names[0] for gather in self._gathers if not is_gathered_by_us(gather.unit)]
         if replaced and self._reducer is not None:
             raise UnsupportedError(
                 f"the all-gather of {replaced[0]} was replaced after fsdp2.attach, so its weights are not compressed; "

@@ -104,8 +104,8 @@ class Attached:
         All ranks of the job must call this before a step, after Megatron's checkpoint has been loaded. Errors are
         handled on all ranks according to `on_missing_state`.
         """
-        for one in self.weights:
-            one.forget()
+        for weight in self.weights:
+            weight.forget()
         self.dense.load(directory)
         if self.experts is not None:
             self.experts.load(Path(directory) / EXPERTS)
@@ -223,7 +223,7 @@ class _AttachedShare:
 
     @property
     def compressed(self) -> list[Weights]:
-        return [one for one in self.weights if isinstance(one, Weights)]
+        return [weight for weight in self.weights if isinstance(weight, Weights)]
 
     def attached(self, steps: MegatronSteps) -> sessions.Attached:
         return sessions.Attached(self.session, steps, self.place)
@@ -243,9 +243,9 @@ def _attach_share(
     described = describe(section, document, share.whole, parameters, share.device, writes=rank == 0)
     session = make_session(described, patches)
     weights = list(_weights(share, session))
-    for one in weights:
-        if isinstance(one, Weights):
-            session.send_weights(ExactWeights(lambda: session.clock.step, one.synchronise, session.meter))
+    for weight in weights:
+        if isinstance(weight, Weights):
+            session.send_weights(ExactWeights(lambda: session.clock.step, weight.synchronise, session.meter))
     return _AttachedShare(share, session, weights, Place(rank, position, share.device))
 
 

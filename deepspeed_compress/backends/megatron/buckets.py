@@ -67,7 +67,7 @@ def name_parameters(chunks: Sequence[Any]) -> dict[str, Parameter]:
 
 def describe(groups: Sequence[Any], names: Mapping[Parameter, str], ranks: int) -> list[BucketGroup]:
     """Return descriptions of Megatron's bucket `groups`, which are reduced over `ranks` ranks."""
-    return [BucketGroup(group, [_bucket(one, group, names, ranks) for one in group.buckets]) for group in groups]
+    return [BucketGroup(group, [_bucket(bucket, group, names, ranks) for bucket in group.buckets]) for group in groups]
 
 
 def _bucket(bucket: Any, group: Any, names: Mapping[Parameter, str], ranks: int) -> Bucket:

@@ -74,7 +74,7 @@ def find_complete(directory: Path, tag: str | None, memory: HostMemory | None, g
 
 def find_newest_step(directory: Path, memory: HostMemory | None, group: ProcessGroup) -> int | None:
     """Return the step of the newest checkpoint that `find_complete` would try first; None if there is none."""
-    return max((one.step for one in _candidates(directory, None, memory, group)), default=None)
+    return max((candidate.step for candidate in _candidates(directory, None, memory, group)), default=None)
 
 
 def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> list[Candidate]:

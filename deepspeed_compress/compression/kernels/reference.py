@@ -245,7 +245,7 @@ def dequantize_messages(
     """
     for row in table.values:
         numel = row[NUMEL]
-        fields = [_fields(one[row[BEGIN] : row[END]], form, dtype, numel) for one in payloads]
+        fields = [_fields(payload[row[BEGIN] : row[END]], form, dtype, numel) for payload in payloads]
         dequantize_blocks_sum(fields, form, out[row[at] : row[at] + numel], scale, add)
 
 
@@ -276,8 +276,8 @@ def add_cast_messages(
         target, end = out[row[at] : row[at] + row[NUMEL]], row[BEGIN] + row[NUMEL] * dtype.itemsize
         if not add:
             target.zero_()
-        for one in payloads:
-            add_cast(one[row[BEGIN] : end].view(dtype), target, scale)
+        for payload in payloads:
+            add_cast(payload[row[BEGIN] : end].view(dtype), target, scale)
 
 
 def copy_runs(x: Tensor, out: Tensor, table: MessageTable, back: bool) -> None:

@@ -76,7 +76,7 @@ class KnownIslands:
         """Record a committed round. Islands that are neither `connected` nor awaited are removed."""
         self._missing.clear()
         kept = {*connected, *self._absent_since}
-        self._saved.holders = {number: one for number, one in self._saved.holders.items() if number in kept}
+        self._saved.holders = {number: holder for number, holder in self._saved.holders.items() if number in kept}
 
     def awaited(self) -> Iterator[int]:
         """Yield the versions that awaited absent islands hold."""

@@ -167,11 +167,11 @@ class Round(Fields):
 
     def place(self, number: int) -> int:
         """Return the position of the island `number` among the partners."""
-        return next(place for place, one in enumerate(self.partners) if one.number == number)
+        return next(place for place, partner in enumerate(self.partners) if partner.number == number)
 
     def weight(self, number: int) -> float:
         """Return the weight of the island `number`, 1 on average; 0 for all islands if none has any samples."""
-        total = sum(one.samples for one in self.partners)
+        total = sum(partner.samples for partner in self.partners)
         return len(self.partners) * self.partners[self.place(number)].samples / total if total else 0.0
 
 

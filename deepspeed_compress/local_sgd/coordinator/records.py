@@ -68,14 +68,14 @@ class Saved:
         """Make the anchor that `round_` results in the newest. Versions after its base are dropped."""
         self.version, self.unproven = round_.id, False
         self.lineage = [*(one for one in self.lineage if one <= round_.base), round_.id][-KEPT:]
-        self.members = [one.number for one in round_.partners]
-        self.holders = {number: one for number, one in self.holders.items() if one.version in self.lineage}
+        self.members = [partner.number for partner in round_.partners]
+        self.holders = {number: holder for number, holder in self.holders.items() if holder.version in self.lineage}
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Remove the islands `numbers` for good."""
         removed = set(numbers)
         self.members = [number for number in self.members if number not in removed]
-        self.holders = {number: one for number, one in self.holders.items() if number not in removed}
+        self.holders = {number: holder for number, holder in self.holders.items() if number not in removed}
 
 
 @dataclass

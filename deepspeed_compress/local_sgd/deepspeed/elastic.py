@@ -217,7 +217,7 @@ class ElasticIsland(Participant):
         They include a digest of untrained weights, which no anchor contains.
         """
         settings = self._context.settings
-        layout = repr([(one.parameter, one.begin, one.numel) for one in found.master_weights.segments])
+        layout = repr([(segment.parameter, segment.begin, segment.numel) for segment in found.master_weights.segments])
         return {
             "minimum": self._context.elastic.minimum,
             "exchange": settings.exchange.model_dump(mode="json"),

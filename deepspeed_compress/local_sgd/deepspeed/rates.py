@@ -80,7 +80,9 @@ def _needs_metric(scheduler: Any) -> bool:
     """Return True if `scheduler` is stepped with an argument."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
+    return any(
+        parameter.kind in positional and parameter.default is inspect.Parameter.empty for parameter in parameters
+    )
 
 
 def _step(scheduler: Any, times: int) -> None:

@@ -55,7 +55,7 @@ class Place:
     @property
     def is_finite(self) -> bool:
         """Return True if all tensors are finite."""
-        return all(bool(torch.isfinite(one).all()) for one in self.tensors.values())
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
 
     def after(self, update: Tensor, weight: float, outer: Outer, is_whole: bool) -> "Place":
         """Return the place after a push of `update` (overwritten).

@@ -103,7 +103,7 @@ class Service:
         Payloads may exceed tiny vectors; weights are bounded once there are any.
         """
         places = self.store.places
-        return max(_SLACK + 4 * one.anchor.numel() for one in places) if places else LARGEST_BODY
+        return max(_SLACK + 4 * place.anchor.numel() for place in places) if places else LARGEST_BODY
 
     def disconnect(self, caller: Connection) -> None:
         """Record that a connection has ended. Its island gets the whole anchor when it calls again."""

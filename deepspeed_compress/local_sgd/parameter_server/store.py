@@ -106,7 +106,7 @@ class Records(Fields):
         islands = records.islands
         if any(not 0 <= number < records.next_number for number in islands):
             raise ValueError(f"islands have numbers from {records.next_number} on")
-        if any(one.version > records.version or one.samples > records.samples for one in islands.values()):
+        if any(island.version > records.version or island.samples > records.samples for island in islands.values()):
             raise ValueError("an island is ahead of the anchor")
         if records.terms is None and (records.version or islands):
             raise ValueError("there are islands, and no terms")
@@ -179,7 +179,7 @@ class Store:
         problem = different_terms(terms, records.terms or terms)
         if problem:
             raise ValueError(problem)
-        islands = {number: one for number, one in records.islands.items() if number not in forgotten}
+        islands = {number: island for number, island in records.islands.items() if number not in forgotten}
         islands[records.next_number] = Island(token=token)
         after = records.having(next_number=records.next_number + 1, terms=records.terms or terms, islands=islands)
         return Change("welcome", after, self.places)

@@ -186,14 +186,14 @@ def trace_step(step: Callable[[], object], file: Path) -> dict[str, float]:
 
 def shares(events: Sequence[Event], on_gpu: bool) -> dict[str, float]:
     """Return the fraction of the profiled step's time for each of `SHARES`."""
-    spans = [one for one in events if one.get("ph") == "X"]
-    [step] = [one for one in spans if one["name"] == STEP and one["cat"] == "user_annotation"]
+    spans = [event for event in events if event.get("ph") == "X"]
+    [step] = [span for span in spans if span["name"] == STEP and span["cat"] == "user_annotation"]
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
     whole, found = step["dur"], {}
     for share, phase in _PHASES.items():
         # With gloo, the host waits for messages.
         seen = kind if phase != "communicate" else "user_annotation"
-        ours = (one for one in spans if one["name"] == f"deepspeed_compress.{phase}" and one["cat"] == seen)
+        ours = (span for span in spans if span["name"] == f"deepspeed_compress.{phase}" and span["cat"] == seen)
         found[share] = covered(ours) / whole
     if on_gpu:
         found[_IDLE] = 1 - _busiest(spans) / whole
@@ -203,16 +203,16 @@ def shares(events: Sequence[Event], on_gpu: bool) -> dict[str, float]:
 def _busiest(spans: Iterable[Event]) -> float:
     """Return the microseconds for which the busiest stream works."""
     streams = defaultdict(list)
-    for one in spans:
-        if one.get("cat") in _ON_STREAM:
-            streams[one["tid"]].append(one)
+    for span in spans:
+        if span.get("cat") in _ON_STREAM:
+            streams[span["tid"]].append(span)
     return max(map(covered, streams.values()), default=0.0)
 
 
 def covered(spans: Iterable[Event]) -> float:
     """Return the microseconds in which at least one of `spans` is active."""
     total, end = 0.0, float("-inf")
-    for begin, length in sorted((one["ts"], one["dur"]) for one in spans):
+    for begin, length in sorted((span["ts"], span["dur"]) for span in spans):
         total += max(0.0, begin + length - max(begin, end))
         end = max(end, begin + length)
     return total

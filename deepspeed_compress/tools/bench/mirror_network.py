@@ -114,7 +114,7 @@ class NetworkMirror(Mirror):
         super().__init__(rank, len(members))
         self.wires = wires
         per_node = wires.links.cluster.per_node
-        self._group = Group(len(members), sum(one // per_node == members[rank] // per_node for one in members))
+        self._group = Group(len(members), sum(member // per_node == members[rank] // per_node for member in members))
 
     def arrive(self, kind: str, size: float) -> Any:
         """Return the handle of a collective, whose names are those of `Links`."""

@@ -79,15 +79,15 @@ def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...
     config: dict[str, Any] = dict(diagnosis.case.run.config or {})
     taken: list[Diagnostic] = []
     left: list[Diagnostic] = []
-    for one in diagnosis.diagnostics:
-        if one.patch is None:
+    for diagnostic in diagnosis.diagnostics:
+        if diagnostic.patch is None:
             continue
-        result = apply(config, one.patch)
+        result = apply(config, diagnostic.patch)
         if find_problems(result) or any(apply(result, earlier.patch) != result for earlier in taken):
-            left.append(one)
+            left.append(diagnostic)
         else:
             config = result
-            taken.append(one)
+            taken.append(diagnostic)
     return config, tuple(taken), tuple(left)
 
 
@@ -154,7 +154,7 @@ def print_text(diagnosis: Diagnosis) -> None:
     console.print()
     if not diagnosis.diagnostics:
         console.print("[green]No problems found.[/green]")
-    named = {one.name for one in diagnosis.diagnostics}
+    named = {diagnostic.name for diagnostic in diagnosis.diagnostics}
     _print_list(console, "Checked, without a finding:", [r.summary for r in diagnosis.checked if r.name not in named])
     few = f"fewer than {diagnosis.case.limits.lines} measured steps"
     lines = [f"{rule.summary} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]

@@ -48,7 +48,7 @@ def page(diagnostic: Diagnostic) -> str:
 
 def objects(diagnostics: Iterable[Diagnostic], keys: Keys) -> list[dict[str, object]]:
     """Return each diagnostic as an object with `keys`."""
-    return [{key: value(one) for key, value in keys.items()} for one in diagnostics]
+    return [{key: value(diagnostic) for key, value in keys.items()} for diagnostic in diagnostics]
 
 
 def to_json(value: object) -> str:
@@ -84,7 +84,7 @@ _IN_PROPERTY = {**_IN_TEXT, ":": "%3A", ",": "%2C"}
 
 def github(report: Report) -> str:
     """Return commands from which GitHub Actions creates annotations of a pull request."""
-    return lines(_command(one) for one in report.diagnostics)
+    return lines(_command(diagnostic) for diagnostic in report.diagnostics)
 
 
 def _command(one: Diagnostic) -> str:
@@ -111,12 +111,12 @@ _SARIF_LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning",
 
 def sarif(report: Report) -> str:
     """Return SARIF 2.1.0, the format of code scanning: the log of one run, with the rules that found something."""
-    codes = list(dict.fromkeys(one.code for one in report.diagnostics))
+    codes = list(dict.fromkeys(diagnostic.code for diagnostic in report.diagnostics))
     rules = {rule.code: rule for rule in report.rules}
     run = {
         "tool": {"driver": {"name": "ds-compress lint", "rules": [_rule(rules[code]) for code in codes]}},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(one, codes.index(one.code)) for one in report.diagnostics],
+        "results": [_result(diagnostic, codes.index(diagnostic.code)) for diagnostic in report.diagnostics],
     }
     return json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 

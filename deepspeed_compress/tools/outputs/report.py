@@ -73,10 +73,10 @@ class Report:
         kinds = [
             plural(count, kind) if kind != "info" else f"{count} info"
             for kind in SEVERITIES
-            if (count := sum(one.severity == kind for one in self.diagnostics))
+            if (count := sum(diagnostic.severity == kind for diagnostic in self.diagnostics))
         ]
         found = f"{plural(len(self.diagnostics), 'finding')} in {plural(self.files, 'file')}: {', '.join(kinds)}."
-        safe = sum(option(one) == "--fix" for one in self.diagnostics)
+        safe = sum(option(diagnostic) == "--fix" for diagnostic in self.diagnostics)
         return fixed + found + (f" --fix corrects {safe}." if safe else "")
 
 
@@ -110,12 +110,14 @@ _BEFORE, _WIDTH = 60, 120
 
 def concise(report: Report) -> str:
     """Return one line for each, `path:line:column: DSC123 name: what is wrong (at /pointer)`, and a summary."""
-    return lines((*(_headline(one, report.colour) for one in report.diagnostics), *report.closing))
+    return lines((*(_headline(diagnostic, report.colour) for diagnostic in report.diagnostics), *report.closing))
 
 
 def full(report: Report) -> str:
     """Return each with its line, a caret under the place and the remedy, and a summary."""
-    return "".join(f"{_block(one, report.colour)}\n" for one in report.diagnostics) + lines(report.closing)
+    return "".join(f"{_block(diagnostic, report.colour)}\n" for diagnostic in report.diagnostics) + lines(
+        report.closing
+    )
 
 
 def statistics(report: Report) -> str:
@@ -124,8 +126,8 @@ def statistics(report: Report) -> str:
     A star marks rules for which `--fix` corrects some findings.
     """
     by_code: dict[str, list[Diagnostic]] = defaultdict(list)
-    for one in report.diagnostics:
-        by_code[one.code].append(one)
+    for diagnostic in report.diagnostics:
+        by_code[diagnostic.code].append(diagnostic)
     ordered = sorted(by_code.values(), key=lambda found: (-len(found), found[0].code))
     return lines((*(_count(found, report.colour) for found in ordered), *report.closing))
 

@@ -43,7 +43,7 @@ def page(runs: Sequence[Run]) -> str:
     sections = [
         _tiles(found),
         _section("Over the steps", "charts", [svg_chart(chart) for chart in charts(found)]),
-        _section("In a step", "charts bars", [_bars(one) for one in bars(found)]),
+        _section("In a step", "charts bars", [_bars(bar) for bar in bars(found)]),
         _section("Settings in force", "settings", _timelines(settings)),
         *(_events(run) for run in runs if run.events),
         _section("Final figures", "wide figures", [_table(table_head(found), table_rows(found))]),

@@ -172,7 +172,7 @@ def missing(runs: Sequence[Run]) -> dict[str, str]:
         if not spec.optional and not any(run.column(curve.key) for run in runs for curve in spec.curves)
     }
     others = {"Median time of a step, ms": _LATER, "Sent by one rank in a step, MB": _STATISTICS}
-    shown = {one.title for one in bars(runs)}
+    shown = {bar.title for bar in bars(runs)}
     others = {title: source for title, source in others.items() if title not in shown}
     return specs | others | ({} if settings_timelines(runs) else {"Settings in force": _STATISTICS})
 

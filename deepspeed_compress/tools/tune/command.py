@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
     candidates, left_out = find_candidates(ds_config, patches)
     _check(options, ds_config, candidates, left_out)
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
-    lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
+    lines = [f"{len(candidates) - 1} candidates: {', '.join(candidate.name for candidate in candidates[1:])}"]
     _print(console, [*lines, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
     outcome = _search(options, ds_config, candidates, console)
     summary = summarise(outcome, candidates, left_out, Objective(options.target_loss_gap, options.metric))

@@ -131,7 +131,7 @@ def _reason(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> str:
 
 
 def _same(candidate: Candidate, others: Sequence[Candidate]) -> str:
-    same = [one.name for one in others if _methods(one) == _methods(candidate)]
+    same = [other.name for other in others if _methods(other) == _methods(candidate)]
     return f'the same as "{same[0]}"' if same else ""
 
 

@@ -131,7 +131,7 @@ def test_uncompressed_weights_are_announced_with_their_size() -> None:
     lines, sent = zip(*run_forks(2, measure, *jobs)[0], strict=True)
     advice = re.compile(r'weights travel uncompressed: ([\d,]+) bytes a step; add "weights": \{"bits": 4\}')
     matches = [advice.search(line) for line in lines]
-    assert [found is not None for found in matches] == [False, True, True, False, False, False]
+    assert [match is not None for match in matches] == [False, True, True, False, False, False]
     for found, seen in zip(matches, sent, strict=True):
         if found is not None:
             assert float(found[1].replace(",", "")) == pytest.approx(seen["bytes_weights"], rel=0.05)

@@ -69,10 +69,10 @@ def copies_of_gradients(rank: int, job: Job) -> tuple[int, int]:
     """Return the number of copies that reductions during backward use, and how many remain after the last one."""
     engine, batches = steered(job, SLOWER), data(rank, job)
     run(engine, batches[: 2 * RUN - 1])
-    copies = [weakref.ref(one) for one in engine.buffered_allreduce_fallback.__self__._history.copies.values()]
+    copies = [weakref.ref(copy) for copy in engine.buffered_allreduce_fallback.__self__._history.copies.values()]
     run(engine, batches[2 * RUN - 1 :])
     gc.collect()
-    found = len(copies), sum(one() is not None for one in copies)
+    found = len(copies), sum(copy() is not None for copy in copies)
     engine.destroy()
     return found
 

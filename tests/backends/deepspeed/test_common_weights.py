@@ -43,7 +43,9 @@ def adapt(rank: int, job: Job) -> tuple[bool, list[float]]:
     deepspeed.init_distributed("gloo")
     model = Adapted(rank, dist.get_world_size())
     before = model.base.weight.detach().clone()
-    engine = make_engine(model, job.config(), [one for one in model.parameters() if one.requires_grad])
+    engine = make_engine(
+        model, job.config(), [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
     return torch.equal(before, model.base.weight), run(engine, data(rank, job))
 
 
@@ -80,7 +82,9 @@ def start_sharded(rank: int, job: Job) -> dict[str, list[float]]:
     """Return the weights of nodes or islands that differ on every second rank, after a step."""
     deepspeed.init_distributed("gloo")
     model = frozen_model(rank, job, float(rank), frozen=float(rank))
-    engine = make_engine(model, job.config(), [one for one in model.parameters() if one.requires_grad])
+    engine = make_engine(
+        model, job.config(), [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
     run(engine, data(rank, job)[:2])
     return weights(engine)
 

@@ -22,7 +22,7 @@ def distance(engine: Any) -> float:
     else:
         masters = optimizer.single_partition_of_fp32_groups
         held = [parts[rank] for parts in optimizer.parallel_partitioned_bit16_groups]
-    return max(float((one.to(own.dtype) - own).abs().max()) for one, own in zip(masters, held, strict=True))
+    return max(float((master.to(own.dtype) - own).abs().max()) for master, own in zip(masters, held, strict=True))
 
 
 def save_model(rank: int, job: Job, directory: str) -> tuple[list[float], list[bool]]:

@@ -95,7 +95,9 @@ def train_models(rank: int, stage: int) -> dict[str, list[dict[str, list[float]]
             job = muon(stage, section)
             torch.manual_seed(0)
             model = make()
-            engine = make_engine(model, job.config(), [one for one in model.parameters() if one.requires_grad])
+            engine = make_engine(
+                model, job.config(), [parameter for parameter in model.parameters() if parameter.requires_grad]
+            )
             run(engine, data(rank, job))
             found.setdefault(name, []).append(weights(engine))
             engine.destroy()
@@ -110,7 +112,7 @@ def test_matrices_of_several_owners_on_four_ranks(stage: int) -> None:
     results = run_forks(4, train_models, stage)
     for name in MODELS:
         plain, raw, _ = results[0][name]
-        assert all(found[name] == results[0][name] for found in results)
+        assert all(result[name] == results[0][name] for result in results)
         for parameter, values in plain.items():
             assert raw[parameter] == pytest.approx(values, rel=1e-3, abs=1e-4)
 
@@ -213,7 +215,7 @@ def balanced(rank: int) -> None:
 
     model = network()
     model[0].weight.use_muon = True
-    groups = [{"params": [one], "use_muon": hasattr(one, "use_muon")} for one in model.parameters()]
+    groups = [{"params": [parameter], "use_muon": hasattr(parameter, "use_muon")} for parameter in model.parameters()]
     config = Job(1, {**INT4, "ownership": "balanced"}, extra={"zero_allow_untested_optimizer": True}).config()
     config.pop("optimizer")
     deepspeed_compress.initialize(model=model, optimizer=MuonWithAuxAdam(groups), config=config)

@@ -49,8 +49,8 @@ def steer(engine: Any) -> None:
     def measured(*args: Any) -> Any:
         seen, step = measure(*args), engine.global_steps
         prober.last_seen = seen
-        slow = tuple(SLOW * (brief(one) != wanted(GRADIENTS, step)) for one in adaptive.candidates)
-        weights = tuple(SLOW * (brief(one) != wanted(WEIGHTS, step)) for one in adaptive.weights)
+        slow = tuple(SLOW * (brief(candidate) != wanted(GRADIENTS, step)) for candidate in adaptive.candidates)
+        weights = tuple(SLOW * (brief(weight) != wanted(WEIGHTS, step)) for weight in adaptive.weights)
         costs = WeightCosts(seen.weights.sizes, weights if len(weights) > 1 else (0.0,), seen.weights.overlap)
         # The shares of parameters in a codec's time are proportional to their bytes.
         ones = tuple((1.0,) * len(row) for row in seen.sizes)
@@ -245,7 +245,7 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
     policy.observe = observed
     follow(engine, data(rank, job))
     adaptive, seen = policy.adaptation.selector, session.prober.last_seen
-    predicted = {brief(one): sum(row) for one, row in zip(adaptive.candidates, seen.sizes, strict=True)}
+    predicted = {brief(candidate): sum(row) for candidate, row in zip(adaptive.candidates, seen.sizes, strict=True)}
     predicted_of_weights = zip(map(brief, adaptive.weights), seen.weights.sizes, strict=True)
     return gradients, of_weights, predicted, dict(predicted_of_weights)
 
@@ -270,7 +270,7 @@ def usual(rank: int, job: Job, threads: int) -> tuple[list[str], list[str], dict
     """Return settings by step, candidates and weights, with default candidates and real measurements."""
     torch.set_num_threads(1 + rank * threads)
     engine = start(job)
-    candidates = [brief(one) for one in engine.compression.policy.adaptation.selector.candidates]
+    candidates = [brief(candidate) for candidate in engine.compression.policy.adaptation.selector.candidates]
     return follow(engine, data(rank, job))[1], candidates, weights(engine)
 
 

@@ -100,7 +100,7 @@ def copied(engine: Any, x: Tensor) -> list[float]:
     Copying reads the model's parameters before its hooks run.
     """
     twin = copy.deepcopy(engine.module)
-    values = torch.cat([one.detach().flatten() for one in twin.parameters()])
+    values = torch.cat([parameter.detach().flatten() for parameter in twin.parameters()])
     return [*values.tolist(), *twin(x).flatten().tolist()]
 
 
@@ -131,10 +131,13 @@ def train(engine: Any, rank: int, between: Callable[[Any, Tensor], Any], micro_s
 
 def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) -> Any:
     model = Layers()
-    parameters: Any = [one for one in model.parameters() if one.requires_grad]
+    parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if groups:
-        flat = [one for one in parameters if one.ndim == 1]
-        parameters = [{"params": [one for one in parameters if one.ndim == 2]}, {"params": flat, "weight_decay": 0.0}]
+        flat = [parameter for parameter in parameters if parameter.ndim == 1]
+        parameters = [
+            {"params": [parameter for parameter in parameters if parameter.ndim == 2]},
+            {"params": flat, "weight_decay": 0.0},
+        ]
     config = Job(stage, given, accumulation=micro_steps).config()
     return make_engine(model, config, parameters)
 
@@ -237,7 +240,7 @@ def compare_reads(rank: int, how: str) -> bool:
             x = torch.randn(3, WIDTH, generator=generator)
             loss = engine(x, how).square().mean()
             # Train all weights, so that a stale read has a different value. This also reads all weights after forward.
-            loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
+            loss = loss + sum((parameter.square().mean() for parameter in model.parameters()), torch.zeros(()))
             losses.append(train_on(engine, loss))
         seen.append(losses)
         engine.destroy()

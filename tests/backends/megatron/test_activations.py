@@ -59,7 +59,7 @@ def attach(model: Gpt, activations: Mapping[str, Any]) -> Any:
 
 
 def same_on_all(values: list[Tensor]) -> bool:
-    flat = torch.cat([one.detach().flatten() for one in values])
+    flat = torch.cat([value.detach().flatten() for value in values])
     every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(every, flat)
     return all(torch.equal(every[0], one) for one in every)
@@ -286,7 +286,7 @@ def evaluate(rank: int) -> list[list[float]]:
                 micro_batch_size=SAMPLES,
                 forward_only=True,
             )
-        found.append([float(one["loss"]) for one in losses])
+        found.append([float(loss["loss"]) for loss in losses])
     with pytest.raises(UnsupportedError, match="activations/pipeline has no effect: no message"):
         run.model.optimizer.step()
     return found
@@ -323,7 +323,11 @@ def train_experts(rank: int) -> dict[str, Any]:
     for run in (again, *runs.values()):
         run.attached.detach()
     checks["training is Megatron's"] = Run(None, **EXPERTS).losses() == losses["alone"]
-    return {"losses": losses, "bytes": {name: one.bytes_experts for name, one in figures.items()}, "checks": checks}
+    return {
+        "losses": losses,
+        "bytes": {name: figure.bytes_experts for name, figure in figures.items()},
+        "checks": checks,
+    }
 
 
 LEGS: Mapping[str, Any] = {
@@ -375,11 +379,11 @@ def refused(rank: int, activations: list[Mapping[str, Any]], sizes: Mapping[str,
     """Return the messages for `activations`, of a model whose configuration has `options` on top."""
     start(**sizes)
     found = []
-    for one in activations:
+    for activation in activations:
         run = Run(None)
         vars(run.model.chunks[0].config).update(options)
         with pytest.raises(UnsupportedError) as caught:
-            attach(run.model, one)
+            attach(run.model, activation)
         found.append(str(caught.value))
     return found
 

@@ -217,7 +217,11 @@ def fill(rank: int, plan: Plan) -> tuple:
             step(engine, plan, [batch])
             saving.wait()
         warned.append(texts)
-    found = sorted(one.step for one in CheckpointDirectory(Path(plan.disk_directory)).checkpoints() if one.complete)
+    found = sorted(
+        checkpoint.step
+        for checkpoint in CheckpointDirectory(Path(plan.disk_directory)).checkpoints()
+        if checkpoint.complete
+    )
     files = [file for file in job.rglob("*") if file.is_file()]
     held = {file.parent.name for file in files if file.name.startswith("zero_pp_rank_1")}
     private = all(not file.stat().st_mode & 0o077 for file in files)

@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ElasticJob:
 
 
 def pushes(found: ElasticJob, island: int) -> int:
-    return sum(one["kind"] == "exchange" for one in found.lines(island))
+    return sum(line["kind"] == "exchange" for line in found.lines(island))
 
 
 def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undisturbed: ElasticJob) -> None:
@@ -40,7 +40,7 @@ def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undist
             time.sleep(0.1 * random_.random())
             living.pop(random_.randrange(len(living))).kill()
             living.append(found.start())
-    assert sum(one["kind"] == "joined" for one in found.lines()) > kills
+    assert sum(line["kind"] == "joined" for line in found.lines()) > kills
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
     assert found.loss() < undisturbed.loss() * 1.05
 
@@ -59,7 +59,7 @@ def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbe
         wait_for(found, 2, "end")
     assert pushes(found, 0) > 1.5 * pushes(found, 1) > 0
     # The island is back, and the updates that it made meanwhile contribute.
-    back = [one for one in found.lines(2) if one.get("version", 0) > before + 20]
+    back = [line for line in found.lines(2) if line.get("version", 0) > before + 20]
     assert any(one["kind"] == "exchange" for one in back)
     assert found.loss() < undisturbed.loss() * 1.05
 
@@ -99,4 +99,4 @@ def test_a_killed_server_continues_with_all_pushes(tmp_path: Path) -> None:
             server.send_signal(signal.SIGTERM)
             assert server.wait(120) == 0
     assert all(pushes(found, island) > 5 for island in range(2))
-    assert {one["number"] for one in found.lines() if one["kind"] == "end"} == {0, 1}
+    assert {line["number"] for line in found.lines() if line["kind"] == "end"} == {0, 1}

@@ -78,7 +78,9 @@ def corrected(engine: Any) -> dict[str, list[float]]:
     [beta] = {group["betas"][1] for group in engine.basic_optimizer.param_groups if "betas" in group}
     found = moments(engine)
     assert found
-    return {"steps": [steps]} | {name: [one / (1 - beta**steps) for one in values] for name, values in found.items()}
+    return {"steps": [steps]} | {
+        name: [value / (1 - beta**steps) for value in values] for name, values in found.items()
+    }
 
 
 @SAMPLED

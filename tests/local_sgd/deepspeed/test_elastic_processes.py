@@ -29,9 +29,9 @@ STANDSTILL = 4.0
 def agree(found: ElasticJob) -> None:
     """Check that no version resulted from two rounds, as with a second majority."""
     rounds: dict[int, set[int]] = {}
-    for one in found.lines():
-        if one["kind"] == "exchange":
-            rounds.setdefault(one["version"], set()).add(one["islands"])
+    for line in found.lines():
+        if line["kind"] == "exchange":
+            rounds.setdefault(line["version"], set()).add(line["islands"])
     assert all(len(sizes) == 1 for sizes in rounds.values())
 
 
@@ -54,7 +54,7 @@ def test_islands_killed_at_random_instants_can_join_again(tmp_path: Path, undist
             victim = living.pop(random_.randrange(len(living)))
             victim.kill()
             living.append(found.start())
-    assert sum(one["kind"] == "joined" for one in found.lines()) > kills
+    assert sum(line["kind"] == "joined" for line in found.lines()) > kills
     assert found.standstill() < found.longest_allowed(STANDSTILL)
     agree(found)
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
@@ -80,10 +80,10 @@ def test_slow_paused_and_late_islands_reach_the_loss_of_undisturbed_ones(
     print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
     # The others wait for a slow island once, and then leave it out.
     assert found.standstill(besides=1) < found.longest_allowed(TIMEOUT)
-    assert [one["kind"] for one in found.lines(1)].count("renewed") >= 1
+    assert [line["kind"] for line in found.lines(1)].count("renewed") >= 1
     # The slow island takes part in every exchange with the steps that it has made.
-    assert sum(one["kind"] == "exchange" for one in found.lines(slow)) > VERSIONS // 2
-    assert max(one["islands"] for one in found.lines(3) if one["kind"] == "exchange") == 4
+    assert sum(line["kind"] == "exchange" for line in found.lines(slow)) > VERSIONS // 2
+    assert max(line["islands"] for line in found.lines(3) if line["kind"] == "exchange") == 4
     agree(found)
     assert found.loss() < undisturbed.loss() * 1.005
 
@@ -97,7 +97,7 @@ def test_an_island_that_is_cut_off_stops_and_the_others_continue(tmp_path: Path)
         (end,) = wait_for(found, 2, "error")
     assert "/deepspeed_compress/islands/elastic/rendezvous: " in end["text"]
     assert "longer than give_up, 3 s: it cannot be reached" in end["text"]
-    assert [one["kind"] for one in found.lines(0)].count("end") == 1
+    assert [line["kind"] for line in found.lines(0)].count("end") == 1
     assert found.standstill(besides=2) < found.longest_allowed(TIMEOUT)
     agree(found)
 
@@ -113,11 +113,11 @@ def test_an_island_that_was_cut_off_for_a_while_returns_to_the_others(tmp_path: 
         reached(found, alone + 10)
         cable.mend()
         wait_for(found, 2, "end")
-    assert [one["kind"] for one in found.lines(2)].count("renewed") >= 1
+    assert [line["kind"] for line in found.lines(2)].count("renewed") >= 1
     assert found.standstill(besides=2) < found.longest_allowed(TIMEOUT)
     agree(found)
     # All three islands exchange again.
-    assert max(one["round"] for one in found.lines(0) if one.get("islands") == 3) > alone + 10
+    assert max(line["round"] for line in found.lines(0) if line.get("islands") == 3) > alone + 10
 
 
 def test_an_island_leaves_and_another_replaces_it(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_an_island_leaves_and_another_replaces_it(tmp_path: Path) -> None:
         wait_for(found, 2, "end")
         reached(found, 25)
         found.start()
-    assert {one["islands"] for one in found.lines(0) if one["kind"] == "exchange"} >= {2, 3}
-    assert max(one["version"] for one in found.lines(3) if "version" in one) >= 50
+    assert {line["islands"] for line in found.lines(0) if line["kind"] == "exchange"} >= {2, 3}
+    assert max(line["version"] for line in found.lines(3) if "version" in line) >= 50
     assert found.standstill() < found.longest_allowed(TIMEOUT)
     agree(found)

@@ -572,7 +572,7 @@ def broken(rank: int, job: Job) -> tuple[bool, bool]:
             engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
     before = bool(torch.isfinite(engine.optimizer.single_partition_of_fp32_groups[0]).all())
     engine.compression.islands.step_ended(2)
-    return before, all(torch.isfinite(torch.tensor(one)).all() for one in weights(engine).values())
+    return before, all(torch.isfinite(torch.tensor(weight)).all() for weight in weights(engine).values())
 
 
 def test_an_island_that_diverged_is_excluded() -> None:

@@ -155,7 +155,7 @@ def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
 def test_untrained_weights_are_equal_in_all_islands(stage: int, threshold: int, requires_grad: bool) -> None:
     zero = {"stage3_param_persistence_threshold": threshold}
     first, *others = run_forks(4, frozen, Job(stage, section=section(size=2), zero=zero), requires_grad)
-    assert all(one == first for one in others)
+    assert all(other == first for other in others)
 
 
 COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}

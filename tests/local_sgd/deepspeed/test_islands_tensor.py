@@ -144,7 +144,10 @@ def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
     """Return the second moments after every step."""
     model = llama(heads)
     engine = make_engine(model, job.config())
-    names, found = {name for name, one in model.named_parameters() if not is_model_parallel_parameter(one)}, []
+    names, found = (
+        {name for name, parameter in model.named_parameters() if not is_model_parallel_parameter(parameter)},
+        [],
+    )
     for number in range(job.steps):
         take_steps(engine, rank, job, number, number + 1)
         found.append({name: values for name, values in weights(engine).items() if name in names})

@@ -93,7 +93,7 @@ def test_ranks_share_the_address_of_their_host() -> None:
     with Cluster(2, per_host=2) as cluster:
         run = cluster.run(["sh", "-c", text], timeout=300)
     first, second = cluster.address(0), cluster.address(1)
-    assert [one.split() for one in run.outputs] == [
+    assert [output.split() for output in run.outputs] == [
         ["0", "0", "2", "4", first],
         ["1", "1", "2", "4", first],
         ["2", "0", "2", "4", second],

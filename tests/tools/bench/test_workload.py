@@ -46,7 +46,7 @@ def test_zero_stages_of_one_layout_form_a_group(write: Write) -> None:
         write("zero2_int8", {"parallelism": {"zero_stage": 2}}),
     ]
     [group] = groups(files, "deepspeed", "ddp")
-    assert [(one.name, one.kind, stage_of(one.ds_config)) for one in group.contenders] == [
+    assert [(contender.name, contender.kind, stage_of(contender.ds_config)) for contender in group.contenders] == [
         ("deepspeed", DEEPSPEED, 0),
         ("zero0_int4", OURS, 0),
         ("deepspeed", DEEPSPEED, 2),

@@ -63,13 +63,13 @@ def test_planted_fault_is_the_first_finding_and_has_a_patch_if_a_setting_helps(n
     lines = diagnosis.case.run.steps
     assert first.place.steps is not None
     assert lines[0]["step"] <= first.place.steps[0] <= first.place.steps[1] <= lines[-1]["step"]
-    for one in diagnosis.diagnostics:
-        assert one.patch is None or find_problems(apply(diagnosis.case.run.config, one.patch)) == []
+    for diagnostic in diagnosis.diagnostics:
+        assert diagnostic.patch is None or find_problems(apply(diagnosis.case.run.config, diagnostic.patch)) == []
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_run_has_no_findings(name: str) -> None:
-    assert [(one.name, one.message) for one in look(name).diagnostics] == []
+    assert [(diagnostic.name, diagnostic.message) for diagnostic in look(name).diagnostics] == []
 
 
 def test_every_rule_has_a_recorded_run() -> None:

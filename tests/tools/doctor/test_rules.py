@@ -296,7 +296,7 @@ def test_rule_reports_its_fault_with_a_valid_and_exact_patch(
 ) -> None:
     monkeypatch.setattr(case, "difference", exact_difference)
     diagnosis = examine(found)
-    assert [one.name for one in diagnosis.diagnostics][:1] == [rule]
+    assert [diagnostic.name for diagnostic in diagnosis.diagnostics][:1] == [rule]
     patch = diagnosis.diagnostics[0].patch or {}
     assert patch.get("deepspeed_compress", {}).get("gradients") == gradients
     for one in diagnosis.diagnostics:
@@ -318,7 +318,7 @@ def exact_difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]
 def test_rule_is_silent_just_below_its_threshold(rule: str, found: Run) -> None:
     diagnosis = examine(found)
     assert rule in [checked.name for checked in diagnosis.checked]
-    assert rule not in [one.name for one in diagnosis.diagnostics]
+    assert rule not in [diagnostic.name for diagnostic in diagnosis.diagnostics]
 
 
 def test_every_rule_is_tested_on_both_sides() -> None:

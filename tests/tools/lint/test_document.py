@@ -157,8 +157,10 @@ def test_places_in_the_text(path: tuple[str | int, ...], on: Any, place: str) ->
 )
 def test_reading_continues_after_an_error(text: str, problems: list[str], data: dict[str, Any]) -> None:
     document = parse(text)
-    places = [document.locate(one.place).start for one in document.problems]
-    shown = [f"{line}:{column} {one.message}" for (line, column), one in zip(places, document.problems, strict=True)]
+    places = [document.locate(problem.place).start for problem in document.problems]
+    shown = [
+        f"{line}:{column} {problem.message}" for (line, column), problem in zip(places, document.problems, strict=True)
+    ]
     pairs = zip(sorted(shown), sorted(problems), strict=True)
     assert all(one.replace("1:7 this", "2:7 this").startswith(other) for one, other in pairs), shown
     assert document.data == data
@@ -191,15 +193,15 @@ LARGE = {
 def test_ten_megabytes(text: str) -> None:
     start = time.process_time()
     document = parse(text)
-    for one in document.problems:
-        assert document.locate(one.place).start
+    for problem in document.problems:
+        assert document.locate(problem.place).start
     assert time.process_time() - start < 10
     assert len(document.problems) <= MAX_PROBLEMS
 
 
 def test_limits_are_reported() -> None:
     def problems(document: Document) -> list[str]:
-        return [one.message for one in document.problems]
+        return [problem.message for problem in document.problems]
 
     assert problems(parse('{"a": ' * MAX_DEPTH + "1" + "}" * MAX_DEPTH)) == []
     assert problems(parse('{"a": ' * (MAX_DEPTH + 1))) == [f"nested more than {MAX_DEPTH} deep"]
@@ -218,7 +220,7 @@ def test_twenty_megabytes_of_braces(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("count", [MAX_PROBLEMS - 2, MAX_PROBLEMS, 5000, 10 * MAX_PARTS])
 def test_syntax_errors_are_counted(count: int) -> None:
-    messages = [one.message for one in parse('{"a": 1, ' + ":," * count + "}").problems]
+    messages = [problem.message for problem in parse('{"a": 1, ' + ":," * count + "}").problems]
     assert len(messages) <= MAX_PROBLEMS
     if count <= MAX_PROBLEMS - 2:
         assert len(messages) == count

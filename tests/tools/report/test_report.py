@@ -285,7 +285,7 @@ def settings_run(directory: Path, settings: str) -> Run:
 def test_settings_are_shown_as_intervals_of_steps(tmp_path: Path) -> None:
     run = settings_run(tmp_path / "run", "nnaabaa")
     [timeline] = settings_timelines([run])
-    assert [(one.setting, one.first, one.last) for one in timeline.intervals] == [
+    assert [(interval.setting, interval.first, interval.last) for interval in timeline.intervals] == [
         ("none", 2, 4),
         ("blockwise bits=4", 6, 8),
         ("sign", 10, 10),

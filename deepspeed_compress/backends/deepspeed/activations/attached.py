@@ -22,8 +22,8 @@ def detach_with_engine(engine: Any, hooks: Sequence[Attached], patches: Patches)
 
 
 def _detach(hooks: Sequence[Attached]) -> None:
-    for one in hooks:
-        one.detach()
+    for hook in hooks:
+        hook.detach()
 
 
 def forbid_compiling(engine: Any, key: str, what: str, patches: Patches) -> CompiledCalls:

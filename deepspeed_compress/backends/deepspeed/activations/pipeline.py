@@ -156,7 +156,7 @@ class _FirstBatch:
         """Run the instruction of `engine` that sends what it has in a buffer, and note whether a mask comes first."""
         if self._is_mask is None and torch.is_grad_enabled():
             outputs = engine.pipe_buffers["outputs"][buffer_id]
-            floats = [one for one in outputs if one.is_floating_point()] if isinstance(outputs, tuple) else []
+            floats = [output for output in outputs if output.is_floating_point()] if isinstance(outputs, tuple) else []
             self._is_mask = len(floats) > 1 and bool((floats[0] <= torch.finfo(floats[0].dtype).min).any())
         instruction(engine, buffer_id=buffer_id)
 

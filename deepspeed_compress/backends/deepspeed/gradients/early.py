@@ -380,7 +380,7 @@ def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """
     bits = _BITS[flat.dtype.itemsize]
     pieces = torch.split(flat, [part.numel() for part in parts])
-    pairs = ((one.view(bits), part.to(flat.dtype).view(bits)) for one, part in zip(pieces, parts, strict=True))
+    pairs = ((piece.view(bits), part.to(flat.dtype).view(bits)) for piece, part in zip(pieces, parts, strict=True))
     if get_accelerator().is_synchronized_device():
         return torch.tensor(all(torch.equal(*pair) for pair in pairs))
     return torch.stack([(one == part).all() for one, part in pairs]).all()

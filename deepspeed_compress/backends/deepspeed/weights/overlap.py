@@ -83,7 +83,7 @@ class ArrivingWeights:
         matrices.
         """
         tag, self._waited = 0, None
-        for group, gather, held, master in sorted(buffers, key=lambda one: (one[2].numel(), one[0])):
+        for group, gather, held, master in sorted(buffers, key=lambda buffer: (buffer[2].numel(), buffer[0])):
             self._under_way[group] = gather.begin(held, master, tag)
             tag += gather.rounds
 

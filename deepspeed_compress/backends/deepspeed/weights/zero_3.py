@@ -184,7 +184,7 @@ class _Gathers:
         """
         rank, share = group.rank(), input_tensor.numel()
         parameters = _take(waiting, share, output_tensor.dtype, group)
-        sizes = [(self._names[one], one.ds_tensor.ds_numel) for one in parameters]
+        sizes = [(self._names[parameter], parameter.ds_tensor.ds_numel) for parameter in parameters]
         mine = output_tensor[rank * share : (rank + 1) * share]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)

@@ -131,7 +131,13 @@ def _is_without_layers(chunk: Any, modules: Sequence[Any]) -> bool:
 def _limits_of_experts(chunks: Sequence[Any]) -> Iterator[str]:
     """Yield what is wrong with layers whose experts are spread over ranks."""
     dispatchers = find_dispatchers(chunks)
-    others = sorted({type(one).__name__ for one in dispatchers if not isinstance(one, MoEAlltoAllTokenDispatcher)})
+    others = sorted(
+        {
+            type(dispatcher).__name__
+            for dispatcher in dispatchers
+            if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
+        }
+    )
     if others:
         yield (
             f"{EXPERTS}: {', '.join(others)} exchanges tokens by other means; write "

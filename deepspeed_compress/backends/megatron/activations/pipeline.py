@@ -109,7 +109,7 @@ class Stages:
         payloads = {name: self._payload(name, tensor) for name, tensor in tensors.items()}
         handles = original(**{**options, **payloads})
         into = {name: tensors[name] if name in _RECEIVED else None for name in payloads}
-        pending = {_handle(name): _Pending(self._messages, one, into[name]) for name, one in payloads.items()}
+        pending = {_handle(name): _Pending(self._messages, payload, into[name]) for name, payload in payloads.items()}
         if isinstance(handles, dict):
             ours = {name: replace(one, handles=[handles[name]]) for name, one in pending.items()}
             return {**handles, **ours}

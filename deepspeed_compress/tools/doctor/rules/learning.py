@@ -76,7 +76,7 @@ def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Symptom]:
         return
     lines = [line for line in case.compressed if line.get("residual_norm") and line.get("grad_norm")]
     overrides = gradients.overrides if isinstance(gradients, CompressedGradients) else ()
-    limit = case.limits.delay + max((one.every for one in overrides), default=1) - 1
+    limit = case.limits.delay + max((override.every for override in overrides), default=1) - 1
     late = [line["residual_norm"] / line["grad_norm"] for line in lines][len(lines) // 2 :]
     if len(lines) >= case.limits.lines and statistics.median(late) >= limit:
         yield Symptom(

@@ -53,7 +53,7 @@ def never_in_force(case: Case) -> Iterator[Diagnostic]:
     """Report a method that was in force in no measured step, unless the policy decided so."""
     gradients, events = case.section.gradients, case.run.events or ()
     # Until `auto` decides, uncompressed steps are intended.
-    decided = case.section.auto is not None or any(one["kind"] not in ("schedule", "full_sync") for one in events)
+    decided = case.section.auto is not None or any(event["kind"] not in ("schedule", "full_sync") for event in events)
     if gradients.method == "none" or decided or _was_in_force(case):
         return
     last = case.run.steps[-1]["step"]

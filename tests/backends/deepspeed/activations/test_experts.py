@@ -185,7 +185,9 @@ def without_gradients(rank: int) -> list[list[Any]]:
             groups = {vars(module).get("ep_group") for module in engine.module.modules()} - {None}
             other = copy.deepcopy(engine.module, {id(group): group for group in groups})
             torch.autograd.backward(output_of(other, begin).sum())
-            found[place].append([one.grad.tolist() for one in other.parameters() if one.grad is not None])
+            found[place].append(
+                [parameter.grad.tolist() for parameter in other.parameters() if parameter.grad is not None]
+            )
             if activations is not None:
                 deepspeed_compress.detach(engine)
             found[place].append([take(engine, number) for number in range(2)])
@@ -247,7 +249,7 @@ def poisoned(rank: int) -> list[Any]:
             x[3, 0] = float("nan")
         output = engine.module(x)
         output.sum().backward()
-        spoiled = [name for name, one in engine.module.named_parameters() if not one.grad.isfinite().all()]
+        spoiled = [name for name, parameter in engine.module.named_parameters() if not parameter.grad.isfinite().all()]
         found.append((output.isfinite().flatten().tolist(), sorted(spoiled)))
         engine.destroy()
     return found

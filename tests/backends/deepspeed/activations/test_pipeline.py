@@ -261,7 +261,7 @@ def overflowing(rank: int, job: Job) -> tuple[int, bool]:
     batches[0][0][0, 0] = float("inf")
     for first in (0, ACCUMULATION):
         engine.train_batch(iter(batches[first : first + ACCUMULATION]))
-    return engine.skipped_steps, all(bool(one.isfinite().all()) for one in engine.module.parameters())
+    return engine.skipped_steps, all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}

@@ -99,7 +99,7 @@ def test_stages_with_recomputation(stage: int) -> None:
     jobs = [Job(), *(Job(FOUR, reentrant=reentrant) for reentrant in (None, True, False))]
     for alone, stored, *others in run_forks(RANKS, train_all, *(replace(job, stage=stage) for job in jobs)):
         assert stored.losses == pytest.approx(alone.losses, rel=1e-2)
-        assert all((one.losses, one.parameters) == (stored.losses, stored.parameters) for one in others)
+        assert all((other.losses, other.parameters) == (stored.losses, stored.parameters) for other in others)
 
 
 @pytest.mark.slow
@@ -121,11 +121,11 @@ def outside_of_training(rank: int, job: Job, mpu: Any) -> list[Any]:
         found: list[Any] = [float(loss_of(engine, 1, rank))]
     other = copy.deepcopy(engine.module)
     loss_of(other, 1, rank).backward()
-    found += [one.grad.tolist() for one in other.parameters() if one.grad is not None]
+    found += [parameter.grad.tolist() for parameter in other.parameters() if parameter.grad is not None]
     engine.backward(loss)
     loss_of(other, 2, rank).backward()
     engine.step()
-    return [*found, *(one.grad.tolist() for one in other.parameters() if one.grad is not None)]
+    return [*found, *(parameter.grad.tolist() for parameter in other.parameters() if parameter.grad is not None)]
 
 
 def between_micro_batches(rank: int, job: Job, mpu: Any) -> list[Any]:
@@ -327,7 +327,7 @@ def poison(rank: int, engine: Any) -> list[bool]:
     loss = loss_of(engine, 0, rank)
     engine.backward(loss)
     gradients = [parameter.grad for parameter in engine.module.parameters()]
-    return [bool(loss.isfinite()), all(bool(one.isfinite().all()) for one in gradients)]
+    return [bool(loss.isfinite()), all(bool(gradient.isfinite().all()) for gradient in gradients)]
 
 
 @SAMPLED

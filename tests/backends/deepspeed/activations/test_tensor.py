@@ -220,7 +220,10 @@ def outputs_of(engine: Any) -> list[Any]:
     other = copy.deepcopy(engine.module)
     loss = loss_of(other, tokens(1))
     loss.backward()  # type: ignore[no-untyped-call]
-    found += [float(loss.detach()), [one.grad.tolist() for one in other.parameters() if one.grad is not None]]
+    found += [
+        float(loss.detach()),
+        [parameter.grad.tolist() for parameter in other.parameters() if parameter.grad is not None],
+    ]
     return found
 
 
