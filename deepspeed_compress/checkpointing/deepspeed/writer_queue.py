@@ -231,7 +231,13 @@ class StreamCopies:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
                 self._read.append(source)
-        # Otherwise the program could change the sources, or the allocator reuse them, before they are read.
+        self._hold_up()
+
+    def _hold_up(self) -> None:
+        """Make the current stream wait for the copies.
+
+        Otherwise the program could change the sources, or the allocator reuse them, before they are read.
+        """
         get_accelerator().current_stream().wait_stream(self._stream)
 
     def finish(self) -> None:
