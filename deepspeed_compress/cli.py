@@ -231,8 +231,11 @@ COMMANDS = (
     ),
     Command(
         "rollout",
-        "Serve the weights of a policy to ranks and rollout workers without a shared file system.",
-        ("rollout serve --directory weights --port 29500",),
+        "Serve the weights of a policy to ranks and rollout workers, or export them for SGLang.",
+        (
+            "rollout serve --directory weights --port 29500",
+            "rollout export --store weights --directory versions --model base",
+        ),
         "tools.options:add_rollout_arguments",
     ),
     Command(

@@ -156,6 +156,8 @@ TABLE = {
         "numpy pydantic torch",
     ),
     "rollout.checkpoint_names": allow("errors", "torch", lazily="torch transformers"),
+    "rollout.hf_delta": allow("errors safe_files", "numpy pydantic safetensors torch zstandard", lazily="xxhash"),
+    "rollout.checkpoint_export": allow("errors rollout safe_files", "torch", lazily="transformers"),
     "rollout.vllm": allow("errors", lazily="vllm"),
     "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),
     "rollout.vllm_worker": allow("errors rollout", "numpy torch vllm"),

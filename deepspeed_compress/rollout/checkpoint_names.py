@@ -42,6 +42,15 @@ class CheckpointNames:
         converted: Mapping[str, Tensor] = revert_weight_conversion(self._plain, dict(weights))
         return converted
 
+    def tie(self, weights: Mapping[str, "Tensor"], names: Iterable[str]) -> Mapping[str, "Tensor"]:
+        """Return `weights`, and again under those of the `names` that the model ties to them, such as of its head."""
+        if self._plain is None:
+            return weights
+        plain = dict(self._plain.named_parameters(remove_duplicate=False))
+        published = {id(plain[name]): value for name, value in weights.items() if name in plain}
+        tied = {name: published[id(plain[name])] for name in names if name in plain and id(plain[name]) in published}
+        return {**weights, **tied}
+
 
 def check_no_adapters(names: Iterable[str]) -> None:
     """Check that no parameter belongs to an adapter of PEFT.

@@ -1,4 +1,4 @@
-"""Services: ``ds-compress islands`` runs, shows and changes a coordinator, ``rollout serve`` serves weights."""
+"""Services: ``ds-compress islands`` runs, shows and changes a coordinator, ``rollout`` serves weights."""
 
 import argparse
 import contextlib
@@ -144,6 +144,8 @@ _COLUMNS: Mapping[str, str] = {
 
 
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
+_EXPORT_INTERVAL = 1.0
+"""Seconds between looks at a store."""
 
 
 def serve_rollout(options: argparse.Namespace) -> int:
@@ -158,15 +160,39 @@ def serve_rollout(options: argparse.Namespace) -> int:
 
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     credentials = Credentials(find_secret(options.secret_file), find_tls())
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+    stopped = _stopped_by_signals()
     log = partial(print, "store server:", file=sys.stderr, flush=True)
     store = DirectoryStore(options.directory)
     with StoreServer(store, options.host, options.port, credentials, log=log) as server:
         print(_first_line(options, server.port, credentials), flush=True)
         stopped.wait()
     return 0
+
+
+def export_rollout(options: argparse.Namespace) -> int:
+    """Export new versions until SIGINT or SIGTERM, and return the exit code.
+
+    Raises:
+        RolloutError: the store or the directory is damaged.
+    """
+    from deepspeed_compress.rollout import open_store
+    from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
+
+    stopped, store = _stopped_by_signals(), open_store(options.store)
+    exporter = CheckpointExporter(store, options.directory, options.model, options.encoding, options.checksum)
+    while not stopped.is_set():
+        for version in exporter.update():
+            _tell(f"version {version} is in {options.directory}")
+        stopped.wait(_EXPORT_INTERVAL)
+    return 0
+
+
+def _stopped_by_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
 
 
 def _first_line(options: argparse.Namespace, port: int, credentials: Credentials) -> str:

@@ -1,16 +1,21 @@
-"""`ds-compress rollout serve`: a store that clients with the secret use."""
+"""`ds-compress rollout`: a store that clients with the secret use, and an export of its versions."""
 
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.rollout import DirectoryStore, Publisher
+from deepspeed_compress.rollout.hf_delta import read_version
 from deepspeed_compress.rollout.served_store import ServedStore
 from deepspeed_compress.transport.credentials import SECRET
 from tests.support.leftovers import own_port
@@ -87,3 +92,24 @@ def test_the_command_needs_a_secret(
         file.chmod(mode)
     assert serve(tmp_path / "weights", "--port", "0", "--secret-file", str(file)) == 1
     assert capsys.readouterr().err.startswith(f"ds-compress: error: {file}: {problem}")
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_the_command_exports_until_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, versions = torch.nn.Linear(2, 2, dtype=torch.bfloat16), tmp_path / "versions"
+    Publisher(model, DirectoryStore(tmp_path)).publish()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+    def stop() -> None:
+        until = time.monotonic() + 100
+        while not (versions / "weight_v000001").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    options = ["--store", str(tmp_path), "--directory", str(versions), "--model", str(tmp_path)]
+    assert main(["rollout", "export", *options]) == 0
+    thread.join()
+    assert capsys.readouterr().out == f"version 1 is in {versions}\n"
+    assert read_version(versions, 1)["weight"].equal(model.weight)
