@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ class CheckpointExporter:
         place, scratch = version_directory(self._directory, version), self._directory / _UNFINISHED
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
+        changed: Sequence[str] = ()
         if is_full or version != self.version + 1:
             self._keep(weights, weights)
             files = {name: self._files.get(name, max(self._files.values())) for name in self._weights}
@@ -120,9 +121,10 @@ class CheckpointExporter:
             write_full(scratch, self._weights, files, self._checksum)
         else:
             changed = write_delta(scratch, version, self._weights, weights, self._encoding, self._checksum)
-            self._keep(weights, changed)
         sync_directory(scratch)
         os.replace(scratch, place)
+        # Until now, a version that cannot be written is tried again as a change of the one before.
+        self._keep(weights, changed)
         sync_directory(self._directory)
         self.version = version
 

@@ -6,6 +6,7 @@ import shutil
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deepspeed_compress.errors import RolloutError, UnsupportedError
-from deepspeed_compress.rollout import DirectoryStore, Publisher
+from deepspeed_compress.rollout import DirectoryStore, Publisher, checkpoint_export
 from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
 from deepspeed_compress.rollout.hf_delta import Encoding, find_directories, read_version
 
@@ -159,6 +160,17 @@ def before(model: nn.Linear) -> dict[str, Tensor]:
     weight = model.weight.detach().clone()
     weight.view(-1)[::7] -= 0.25
     return {"weight": weight, "bias": model.bias.detach()}
+
+
+def test_a_version_that_could_not_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(tmp_path, versions=2)
+    stream.publisher.publish()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_export, "sync_directory", Mock(side_effect=OSError("the disk is full")))
+        with pytest.raises(OSError, match="the disk is full"):
+            stream.exporter.update()
+    assert stream.exporter.update() == [3]
+    assert read_version(stream.directory)["weight"].equal(stream.model.weight)
 
 
 def find_problem(directory: Path, expected: dict[str, Tensor]) -> str:
