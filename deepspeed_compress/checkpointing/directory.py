@@ -209,6 +209,23 @@ class CheckpointDirectory:
             if file.name not in known:
                 file.unlink(missing_ok=True)
 
+    def discard(self, save: Save) -> None:
+        """Remove what all ranks have written of a save that some of them have failed to write.
+
+        Nothing is removed if every rank that has listed its files has written them: the hosts may not share the
+        directory. The lists stay, and say that the checkpoint is incomplete, if there are other files, or if the
+        program has named the tag, which it may be about to save again.
+        """
+        with self.held():
+            lists = completeness.read_lists(save.place)
+            lists = [listed for listed in lists if (listed.run, listed.number) == (save.run, save.number)]
+            if lists and not any(listed.problem for listed in lists):
+                return
+            _remove_files(save.place / name for listed in lists for name in listed.files)
+            if save.automatic and set(save.place.iterdir()) <= set(completeness.list_paths(save.place)):
+                completeness.unlist_all(save.place)
+                save.place.rmdir()
+
     # What the directory holds.
 
     def checkpoints(self) -> list[Checkpoint]:

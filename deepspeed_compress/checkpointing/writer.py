@@ -42,6 +42,7 @@ class Task:
         publishes: this rank lets `latest` name the checkpoint once all ranks have written theirs, and prunes old ones.
         patience: seconds to wait for all ranks.
         keep: number of automatic checkpoints to keep; None for all.
+        ended: number of the last save that all ranks have written or failed to write.
         problem: reason why it cannot be written, to be reported to the other ranks.
         only: for checkpoints in memory, the tags to keep, including this one. All others are removed before writing.
         copy: destination for a copy of the files.
@@ -54,6 +55,7 @@ class Task:
     publishes: bool
     patience: float
     keep: int | None = None
+    ended: int = 0
     problem: str = ""
     only: frozenset[str] | None = None
     copy: Destination | None = None
@@ -118,6 +120,7 @@ class _WriterProcess:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, Lock()
         self._copying: list[Thread] = []
+        self._failed: list[Task] = []
 
     def run(self, private: bool) -> None:
         """Write snapshots. This is all that the process does. `private`: only this user can access the files."""
@@ -131,23 +134,36 @@ class _WriterProcess:
                 descriptor = recv_handle(self._connection)
             except (EOFError, OSError):
                 break
+            self._discard_failed(task)
             self._carry_out(task, descriptor)
         # The end of a rank must not wait for a silent host.
         deadline = time.monotonic() + DRAIN
         for thread in self._copying:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _discard_failed(self, task: Task) -> None:
+        """Discard the failed saves that no rank still writes when `task` begins.
+
+        A save of the same tag replaces these files itself, and needs the directory.
+        """
+        for failed in self._failed:
+            if failed.save.number <= task.ended and failed.save.place != task.save.place:
+                tried(partial(failed.directory.discard, failed.save))
+        self._failed = [failed for failed in self._failed if failed.save.number > task.ended]
+
     def _carry_out(self, task: Task, descriptor: int) -> None:
         listed, problem = tried(partial(_write, task, descriptor))
         os.close(descriptor)
         notice = ""
-        if task.publishes and not problem:
+        if task.publishes and problem:
+            self._failed.append(task)
+        elif task.publishes:
             _, notice = tried(partial(task.directory.tidy, task.save, task.keep))
         self._report(Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint must not wait for the network.
             thread = Thread(target=self._copy, args=(task, task.copy, listed, problem), daemon=True)
-            self._copying = [one for one in (*self._copying, thread) if one is thread or one.is_alive()]
+            self._copying = [*(copy for copy in self._copying if copy.is_alive()), thread]
             thread.start()
 
     def _copy(self, task: Task, destination: Destination, listed: FileList | None, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""What exchange strategies among islands that join and leave have in common: interface, inputs, ranks, and intervals.
+"""Common parts of exchange strategies among islands that join and leave: interface, inputs, ranks, and intervals.
 
 The ranks of an island act alike: all ranks follow what the first one receives and decides.
 """

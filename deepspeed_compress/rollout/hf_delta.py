@@ -18,19 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepspeed_compress.errors import ConfigError, RolloutError
-from deepspeed_compress.safe_files import replacing, temporary, write_json
+from deepspeed_compress.safe_files import check_regular, read_text, replacing, temporary, write_json
 
 Encoding = Literal["xor", "overwrite"]
 """Change of a tensor: the xor of its bytes, or the positions of changed bytes and their new values."""
@@ -40,6 +40,8 @@ _INDEX = "model.safetensors.index.json"
 _NAME = re.compile(r"weight_v(\d{6,})")
 _ZSTD_LEVEL = 1
 _LARGEST_POSITION = (1 << 32) - 1
+_FileName = Annotated[str, StringConstraints(pattern=r"^[^/]+\.safetensors$")]
+"""Name of a file of weights. It is in the directory of its index: a path could lead to any file of the host."""
 
 Bytes = NDArray[np.uint8]
 
@@ -78,7 +80,7 @@ class _Index(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     metadata: _Metadata = _Metadata()
-    weight_map: Mapping[str, str] = {}
+    weight_map: Mapping[str, _FileName] = {}
 
 
 def version_directory(directory: Path, version: int) -> Path:
@@ -135,6 +137,7 @@ def read_checkpoint(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, str]
     names = {*index.weight_map.values()} or {file.name for file in checkpoint.glob("*.safetensors")}
     for name in sorted(names):
         with _reading(checkpoint / name):
+            check_regular(str(checkpoint / name))
             tensors |= (loaded := load_file(checkpoint / name))
         files |= dict.fromkeys(loaded, name)
     if not tensors:
@@ -157,15 +160,25 @@ def _apply_delta(tensors: dict[str, Tensor], place: Path, index: _Index, version
     if (metadata.version, metadata.base_version) != (f"{version:06d}", f"{version - 1:06d}"):
         raise RolloutError(f"{place} leads from version {metadata.base_version} to version {metadata.version}")
     for name, file in index.weight_map.items():
-        with _reading(place / file), safe_open(place / file, "pt") as opened:
-            old, expected = tensors[name], (opened.metadata() or {})[name]
-            values = _change(_bytes(old), opened.get_tensor(name).numpy().tobytes(), metadata.delta_encoding)
+        with _reading(place / file):
+            check_regular(str(place / file))
+            old = tensors[name]
+            with safe_open(place / file, "pt") as opened:
+                payload, expected = opened.get_tensor(name).numpy().tobytes(), (opened.metadata() or {})[name]
+            values = _change(_bytes(old), payload, metadata.delta_encoding)
             tensors[name] = torch.from_numpy(values).view(old.dtype).view(old.shape)
         _verify(place / file, name, tensors[name], metadata.checksum_format, expected)
 
 
 def _change(old: Bytes, payload: bytes, encoding: Encoding | None) -> Bytes:
-    """Return the new bytes of a tensor."""
+    """Return the new bytes of a tensor.
+
+    Raises:
+        ValueError: the change has another size than the tensor.
+    """
+    size = zstandard.frame_content_size(payload)
+    if size != old.size if encoding == "xor" else not 0 <= size <= 4 + 5 * old.size:
+        raise ValueError(f"the change of a tensor of {old.size} bytes has {size} bytes")
     change = np.frombuffer(zstandard.ZstdDecompressor().decompress(payload), np.uint8)
     if encoding == "xor":
         return old ^ change
@@ -280,7 +293,7 @@ def _read_index(place: Path) -> _Index:
     if not file.exists():
         return _Index()
     with _reading(file):
-        return _Index.model_validate_json(file.read_bytes())
+        return _Index.model_validate_json(read_text(file))
 
 
 @contextmanager
@@ -294,7 +307,7 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise RolloutError(f"{file} is missing") from None
-    except (IndexError, KeyError, SafetensorError, ValidationError, ValueError, zstandard.ZstdError) as error:
+    except (ConfigError, IndexError, KeyError, OSError, SafetensorError, ValueError, zstandard.ZstdError) as error:
         raise RolloutError(f"{file} is damaged: {error}") from error
 
 

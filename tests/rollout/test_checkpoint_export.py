@@ -2,6 +2,8 @@
 
 import filecmp
 import json
+import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -41,6 +43,15 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value)
+
+
+def write_index(directory: Path, version: int, files: dict[str, str], metadata: dict[str, str] | None = None) -> Path:
+    """Write the index of a version, and return the directory of the version."""
+    place = directory / f"weight_v{version:06d}"
+    place.mkdir()
+    index = {"metadata": metadata or {}, "weight_map": files}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    return place
 
 
 @pytest.mark.parametrize(
@@ -200,6 +211,34 @@ def test_a_changed_byte_and_a_truncated_file_are_refused_by_name(
     found = [problem for problem in problems if problem]
     assert len(found) > 0.8 * len(problems)
     assert all(file.parent.name in problem for problem in found)
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../base/model.safetensors", "sub/model.safetensors", "config.json"])
+def test_an_index_cannot_name_files_elsewhere(file: str, tmp_path: Path) -> None:
+    write_index(tmp_path, 1, {"weight": file})
+    with pytest.raises(RolloutError, match=rf"index.json is damaged(.|\n)*{re.escape(file)}"):
+        read_version(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    write_index(tmp_path, 1, {"weight": "model.safetensors"})
+    file = tmp_path / "weight_v000001" / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(RolloutError, match=f"{name} is damaged"):
+        read_version(tmp_path)
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("xor", 1), ("xor", 1 << 30), ("overwrite", 1 << 30)])
+def test_a_change_cannot_be_larger_than_its_tensor(encoding: str, size: int, tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(16)}, tmp_path / "model.safetensors")
+    metadata = {"version": "000001", "base_version": "000000", "delta_encoding": encoding, "checksum_format": "adler32"}
+    place = write_index(tmp_path, 1, {"weight": "model.safetensors"}, metadata)
+    payload = zstandard.ZstdCompressor().compress(bytes(size))
+    save_file({"weight": torch.tensor(list(payload), dtype=torch.uint8)}, place / "model.safetensors", {"weight": "0"})
+    with pytest.raises(RolloutError, match=f"the change of a tensor of 64 bytes has {size} bytes"):
+        read_version(tmp_path, base=tmp_path)
 
 
 def test_a_missing_version_and_a_missing_base_are_refused_by_name(tmp_path: Path) -> None:

@@ -311,7 +311,8 @@ class BackgroundSaving(Participant):
         if host is not None:
             # No directory has the files of all ranks, so no writer waits for those of the others.
             return host.task(Task(directory, save, self._rank, NOTHING, False, patience))
-        return Task(directory, save, self._rank, NOTHING, self._rank == 0, patience, keep)
+        publishes = self._rank == 0
+        return Task(directory, save, self._rank, NOTHING, publishes, patience, keep, ended=self._disk.agreed)
 
 
 def _copy_and_send(queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
