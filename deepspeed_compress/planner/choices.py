@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts
+from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts, Offload
 from deepspeed_compress.planner.search import ISLANDS_LOST, TIE, Candidate, Job, Plan, loss_gap
 
 FASTER = 0.9
@@ -47,6 +47,7 @@ class Setup:
     shard_within: int = 0
     gradient_bits: int = 0
     weight_bits: int = 0
+    offload: Offload = "none"
 
     def allows(self, layout: Layout) -> bool:
         """Return True if the configuration without its compression has the sizes of `layout`."""
@@ -87,7 +88,7 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
         return Choice(f"ZeRO {best.layout.zero}, uncompressed", best)
     layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf").plain()
     written = [
-        replace(layout, gradient_bits=setup.gradient_bits, weight_bits=setup.weight_bits)
+        replace(layout, gradient_bits=setup.gradient_bits, weight_bits=setup.weight_bits, offload=setup.offload)
         for layout in layouts
         if setup.allows(layout)
     ]

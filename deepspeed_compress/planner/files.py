@@ -17,10 +17,14 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": layout.zero}
     if layout.zero >= 2:
         zero["overlap_comm"] = True
+    if layout.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if layout.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
     section: dict[str, Any] = {"parallelism": _parallelism(layout), "gradients": _gradients(layout, cluster)}
     if layout.weight_bits:
         section["weights"] = {"method": "blockwise", "bits": layout.weight_bits}
-        if layout.zero < 3 and layout.pipeline == 1:
+        if layout.zero < 3 and layout.pipeline == 1 and layout.offload == "none":
             section["weights"]["overlap"] = True
     if layout.islands > 1:
         section["islands"] = {

@@ -1,7 +1,7 @@
 """A layout: how a job divides its model, its batch and its messages; and what each of its pipeline stages holds."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,6 +11,8 @@ from deepspeed_compress.planner.model import Model
 
 Recompute = Literal["none", "full", "selective"]
 Engine = Literal["deepspeed", "megatron"]
+Offload = Literal["none", "optimizer", "all"]
+"""What is in the memory of the host: nothing, optimizer states, or optimizer states and weights (ZeRO 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Layout:
         weight_bits: Bits of gathered weights, or 0 for uncompressed ones.
         islands: Groups of replicas that train independently between exchanges.
         sync_every: Steps between exchanges of islands.
+        offload: What is in the memory of the host.
         engine: Program that can start it.
     """
 
@@ -49,6 +52,7 @@ class Layout:
     weight_bits: int = 0
     islands: int = 1
     sync_every: int = 1
+    offload: Offload = "none"
     engine: Engine = "deepspeed"
 
     @property
@@ -85,6 +89,7 @@ class Layout:
             self.weight_bits
         )
         parts += [f"i{self.islands}every{self.sync_every}"] * (self.islands > 1)
+        parts += [f"offload_{self.offload}"] * (self.offload != "none")
         return "-".join(parts + ["megatron"] * (self.engine == "megatron"))
 
 
@@ -283,6 +288,15 @@ class Layouts:
                 continue
             if size * layout.tensor % self.cluster.per_node == 0:
                 yield replace(layout, islands=islands, sync_every=SYNC_EVERY)
+
+
+def with_offload(layouts: Iterable[Layout]) -> Iterator[Layout]:
+    """Yield the layouts of DeepSpeed that can use the memory of the host, with what can be there."""
+    for layout in layouts:
+        if layout.zero and layout.engine == "deepspeed" and layout.pipeline == 1:
+            yield replace(layout, offload="optimizer")
+            if layout.zero == 3:
+                yield replace(layout, offload="all")
 
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")

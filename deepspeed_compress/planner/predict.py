@@ -19,6 +19,8 @@ SLACK = 0.08
 MARGIN = 0.15
 """Relative error of the estimate that a layout must survive to be called "fits" (median error on published figures)."""
 
+HOST_MEMORY = 250e9
+"""Bytes of a host's memory for each of its GPUs, as nodes of eight with 2 TB have. Larger needs do not fit."""
 FULL = 4
 """Bytes of an fp32 element."""
 
@@ -34,12 +36,14 @@ class Memory:
         activations: Activations that wait for backward.
         logits: Logits, and what the loss keeps.
         buffers: Buckets, residuals, and anchors.
+        host: What is in the memory of the host: states, and perhaps weights.
     """
 
     states: float
     activations: float
     logits: float
     buffers: float
+    host: float = 0.0
 
     @property
     def allocated(self) -> float:
@@ -53,6 +57,8 @@ class Memory:
 
     def verdict(self, size: float) -> Verdict:
         """Return whether a GPU with `size` bytes is large enough, for sure or perhaps."""
+        if self.host > HOST_MEMORY:
+            return "does not fit"
         if self.allocated * (1 + MARGIN + SLACK) + OUTSIDE <= size:
             return "fits"
         return "tight" if self.total <= size else "does not fit"
@@ -86,10 +92,10 @@ class Needs:
         # Backward computes one layer again, with all its activations.
         again = tokens * self._everything if layout.recompute == "full" else 0.0
         logits = tokens * self.model.vocab / layout.tensor * self._logit * stage.has_head
-        states, buffers = self._states(stage), self._buffers(stage)
+        (states, host), buffers = self._states(stage), self._buffers(stage)
         if logits > again:
-            return Memory(states, kept, logits, buffers)
-        return Memory(states, kept + again, 0.0, buffers)
+            return Memory(states, kept, logits, buffers, host)
+        return Memory(states, kept + again, 0.0, buffers, host)
 
     @property
     def _element(self) -> int:
@@ -104,15 +110,23 @@ class Needs:
         """Bytes of a logit, its fp32 copy if it is not fp32, and its gradient. Megatron's loss works in place."""
         return 6 if self._is_megatron else self._element + (8 if self._element < FULL else 4)
 
-    def _states(self, stage: Stage) -> float:
-        """Return the bytes of weights, gradients and optimizer states."""
+    def _states(self, stage: Stage) -> tuple[float, float]:
+        """Return the bytes of weights, gradients and optimizer states of a GPU, and those on its host."""
         layout, element = self.layout, self._element
         owned = stage.trained / (layout.shards if layout.zero else 1)
         frozen = (self.model.base_bits / 8 or element) * (stage.parameters - stage.trained)
         weights = (element * stage.trained + frozen) / (layout.shards if layout.zero == 3 else 1)
         gradient = FULL if self._is_megatron else element
         gradients = gradient * stage.trained / (layout.shards if layout.zero >= 2 else 1)
-        return weights + gradients + self._optimizer * owned
+        optimizer = self._optimizer * owned
+        if layout.offload == "none":
+            return weights + gradients + optimizer, 0.0
+        if layout.zero >= 2:
+            # The host also adds up the gradients of micro-batches, in the fp32 copy that is part of `optimizer`.
+            gradients = 0.0
+        if layout.offload == "all":
+            weights, optimizer = 0.0, optimizer + weights
+        return weights + gradients, optimizer
 
     @property
     def _optimizer(self) -> int:

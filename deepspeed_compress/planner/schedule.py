@@ -114,7 +114,7 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
     terms = [
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
-        _optimizer(device, stage, layout),
+        _optimizer(links, device, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
         _issuing(traffic, layout.accumulation * batch.ahead),
     ]
@@ -185,8 +185,16 @@ def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, betw
     return local("pipeline bubble", "bubble", seconds, formula, "2104.04473, section 2.2")
 
 
-def _optimizer(device: Device, stage: Stage, layout: Layout) -> Term:
+HOST_ADAM = 0.25e-9
+"""Seconds in which the processors of a host update a parameter (ZeRO-Offload, 2101.06840, table 4: CPU-Adam)."""
+
+
+def _optimizer(links: Links, device: Device, stage: Stage, layout: Layout) -> Term:
     owned = stage.trained / (layout.shards if layout.zero else 1)
+    if layout.offload != "none":
+        of_host = owned * min(layout.ranks, links.cluster.per_node)
+        formula = f"{of_host:.3g} parameters of a host x {HOST_ADAM * 1e9:g} ns"
+        return local("optimizer on the host", "host", HOST_ADAM * of_host, formula, "2101.06840")
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
     return local("optimizer", "memory", seconds, formula, "software.py")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU, Constants
-from deepspeed_compress.planner.layout import Engine, Layout, Layouts
+from deepspeed_compress.planner.layout import Engine, Layout, Layouts, with_offload
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.predict import Prediction, Predictor, Verdict
 from deepspeed_compress.planner.software import Software
@@ -137,11 +137,18 @@ class Job:
 
 
 def search(job: Job) -> Plan:
-    """Return the best layouts for a job: first all without compression, then the variants of the promising ones."""
+    """Return the best layouts for a job: first all without compression, then the variants of the promising ones.
+
+    Those that need the memory of hosts are predicted if no other fits.
+    """
     layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf")
     predictor = job.predictor()
-    found = [job.candidate(predictor.predict(plain)) for plain in layouts.plain()]
+    plain = list(layouts.plain())
+    found = [job.candidate(predictor.predict(layout)) for layout in plain]
     fitting = [one for one in found if one.verdict != "does not fit"]
+    if not fitting:
+        offloaded = [job.candidate(predictor.predict(layout)) for layout in with_offload(plain)]
+        fitting = [one for one in offloaded if one.verdict != "does not fit"]
     layouts.refused.update(TOO_LARGE for one in found if one.verdict == "does not fit")
     considered = len(fitting)
     limit = HOPELESS * min((one.days for one in fitting), default=0.0)
@@ -176,7 +183,7 @@ def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _division(layout: Layout) -> tuple[object, ...]:
-    return (layout.tensor, layout.pipeline, layout.zero, layout.shard_within)
+    return (layout.tensor, layout.pipeline, layout.zero, layout.shard_within, layout.offload)
 
 
 def _handicapped(candidate: Candidate) -> float:

@@ -23,6 +23,9 @@ ENCODE, DECODE = 18, 6
 PEER = 1e-4
 """Seconds that the CPU takes to issue the kernels for one message of one peer, measured on an H200 (docs/gpu.md)."""
 
+HOST_LINK = 20e9
+"""Bytes per second in one direction between a GPU and the memory of its host: PCIe 4.0 with 16 lanes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -113,6 +116,19 @@ class DataParallel:
             yield self._between_nodes()
         if layout.islands > 1:
             yield self._between_islands()
+        if layout.offload != "none":
+            yield from self._with_host()
+
+    def _with_host(self) -> Iterator[Traffic]:
+        """Yield what moves between GPU and host: gradients and updated weights, and all weights for each pass."""
+        layout, stage = self.layout, self.stage
+        owned, micro_batches = self.device.gradient * stage.trained / layout.shards, layout.accumulation
+        yield _copied("gradients to the host", owned, micro_batches, "backward")
+        if layout.offload == "all":
+            size = self.links.cluster.gpu.element * stage.parameters / layout.shards
+            yield _copied("weights from the host", size, 2 * micro_batches, "all")
+        else:
+            yield _copied("updated weights from the host", owned, 1, "nothing")
 
     def _gradients(self) -> Traffic:
         layout, parameters = self.layout, self.stage.trained
@@ -271,3 +287,9 @@ class DataParallel:
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
         message, issue = message.times(1 / layout.sync_every), self._issue(layout.islands) / layout.sync_every
         return Traffic("islands", message, "nothing", 1, coding, formula, issue)
+
+
+def _copied(name: str, size: float, times: int, window: Window) -> Traffic:
+    """Return the traffic of copies of `size` bytes between a GPU and its host."""
+    message = Message(times * size / HOST_LINK, 0.0, 0.0, "PCIe")
+    return Traffic(name, message, window, 8 * times, 0.0, f"{times} x {size / 1e9:.3g} GB at {HOST_LINK / 1e9:g} GB/s")

@@ -16,7 +16,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.choices import Setup
 from deepspeed_compress.planner.cluster import Cluster, read_cluster, read_network
 from deepspeed_compress.planner.gpus import Constants, Gpu, find_gpu
-from deepspeed_compress.planner.layout import GRADIENT_BITS, WEIGHT_BITS
+from deepspeed_compress.planner.layout import GRADIENT_BITS, WEIGHT_BITS, Offload
 from deepspeed_compress.planner.measured import read_constants
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job
@@ -159,12 +159,19 @@ def check_options(options: argparse.Namespace, job: Job) -> None:
         (measures and not is_path, "--measure: trains the model of a config.json; write its path as --model"),
         (measures and not plain, f"--measure: takes steps of --software deepspeed, not {software}; leave one out"),
         (options.base_bits and not adapts, "--base-bits: only LoRA leaves the model frozen; write --lora-rank, too"),
-        (adapts and measures, "--measure: trains all parameters; leave out --lora-rank"),
         (adapts and writes and plain, "--output: launch/train_gpt.py trains all parameters; write --software hf"),
     )
     for is_wrong, message in conflicts:
         if is_wrong:
             raise ConfigError(message)
+
+
+_OFFLOADS: Mapping[tuple[str, ...], Offload] = {
+    ("none", "none"): "none",
+    ("cpu", "none"): "optimizer",
+    ("cpu", "cpu"): "all",
+}
+"""What is in the memory of the host, by the devices of optimizer states and of weights."""
 
 
 def read_setup(file: Path, per_node: int) -> Setup:
@@ -185,6 +192,7 @@ def read_setup(file: Path, per_node: int) -> Setup:
         micro if isinstance(micro, int) else 0,
         per_node // tensor if within == "node" else within or 0,
         **({} if section is None else _bits(file, section)),
+        offload=_offload(file, ds_config),
     )
 
 
@@ -198,6 +206,23 @@ def written_batch(file: Path, gpus: int) -> int | None:
     setup = read_setup(file, gpus)
     replicas = gpus // (setup.tensor * setup.pipeline)
     return micro * replicas * (accumulation if isinstance(accumulation, int) else 1) if isinstance(micro, int) else None
+
+
+def _offload(file: Path, ds_config: Mapping[str, Any]) -> Offload:
+    """Return what a configuration moves to the memory of the host.
+
+    Raises:
+        ConfigError: It moves something to files, or only weights.
+    """
+    zero = ds_config.get("zero_optimization", {})
+    devices = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    found = _OFFLOADS.get(tuple(devices))
+    if found is None:
+        raise ConfigError(
+            f'--config {file}: "offload_optimizer" to {devices[0]} with "offload_param" to {devices[1]} is not '
+            'predicted (allowed: neither, the first, or both to "cpu"); name a file without it'
+        )
+    return found
 
 
 def _bits(file: Path, section: CompressConfig) -> Mapping[str, Any]:

@@ -110,10 +110,10 @@ def _step_jobs(
         for layout in layouts:
             file = Path(directory) / f"{layout}.json"
             file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
-            sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0}
+            sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0, "lora_rank": job.model.rank}
             [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
             steps = group.to_job({ranks.rates[0]: 1 if layout.islands > 1 else count})
-            by_division.setdefault((layout.tensor, layout.pipeline), []).append(steps)
+            by_division.setdefault(_division(layout), []).append(steps)
     return list(by_division.values())
 
 
@@ -145,17 +145,30 @@ def differing(plan: Plan, ranks: JobRanks) -> Iterator[Layout]:
 
 
 def brief_layouts(found: Sequence[Choice], job: Job, options: argparse.Namespace) -> list[Layout]:
-    """Return what runs now, and the same with few bits, or nothing if a few steps take long.
+    """Return what runs now, the same with few bits, and the fastest choice that shards otherwise.
+
+    Each tells what the others cannot: the step of the program, the cost of compression, and that of another ZeRO stage.
+    Nothing is returned if a few steps take long.
 
     Only `--software deepspeed` has steps that can be measured here, with the model of a config.json.
     """
     now, terms = found[0].candidate.layout, found[0].candidate.prediction.terms
     sent = sum(term.outside for term in terms) * job.cluster.per_node / job.cluster.network
     is_small = sent < BRIEF_SECONDS and job.model.parameters < BRIEF_PARAMETERS
-    if not is_small or options.software != "deepspeed" or not options.model.exists() or job.model.rank:
+    if not is_small or options.software != "deepspeed" or not options.model.exists():
         return []
-    layouts = (one.candidate.layout for one in found[1:])
-    return [now, *[one for one in layouts if one.gradient_bits == COMPRESSED_BITS and one.zero == now.zero][:1]]
+    layouts = [one.candidate.layout for one in sorted(found[1:], key=lambda one: one.seconds)]
+    fewer = [one for one in layouts if _sharding(one) == _sharding(now) and one.gradient_bits == COMPRESSED_BITS]
+    others = [one for one in layouts if _sharding(one) != _sharding(now) and _division(one) == _division(now)]
+    return [now, *fewer[:1], *others[:1]]
+
+
+def _division(layout: Layout) -> tuple[int, int]:
+    return layout.tensor, layout.pipeline
+
+
+def _sharding(layout: Layout) -> tuple[int, int]:
+    return layout.zero, layout.shard_within
 
 
 def _probes(job: Job, effort: Effort) -> Row:

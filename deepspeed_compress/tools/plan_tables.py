@@ -16,7 +16,7 @@ WIDTH = 160
 """Least width of tables in characters. A narrower table would break the names of layouts."""
 LEGEND = """\
 Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
-b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps."""
+b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps; offload_all moves weights and states to the host."""
 
 
 def print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
@@ -74,7 +74,9 @@ _MARKS = {"fits": "", "tight": "?", "does not fit": "!"}
 
 
 def _memory(candidate: Candidate) -> str:
-    return f"{candidate.prediction.memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}"
+    memory = candidate.prediction.memory
+    host = f" + {memory.host / 1e9:.0f} GB of the host" * (memory.host > 0)
+    return f"{memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}{host}"
 
 
 def _sent(candidate: Candidate, job: Job) -> str:

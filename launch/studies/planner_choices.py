@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare what `ds-compress plan cluster` says with measured steps, on emulated hosts of this machine.
 
-In ten cases, the planner measures as briefly as the command does, and predicts what one can choose from. Then each of
-these choices is measured. The table has the seconds of the brief measurement, how much longer a step of the planner's
+In twelve cases, the planner measures as briefly as the command does, and predicts what one can choose from. Then each
+of these choices is measured. The table has the seconds of the brief measurement, how much longer a step of the planner's
 choice takes than that of the best one, and how many times as fast as now it is, predicted and measured. Finished cases
 are kept. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
 
@@ -36,15 +36,20 @@ from launch.studies.harness import markdown, new_parser, tracked
 
 @dataclass(frozen=True)
 class Case:
-    """Layout that runs now: a ZeRO stage, on `hosts` hosts of `per_host` ranks with links of a rate."""
+    """Layout that runs now: a ZeRO stage, on `hosts` hosts of `per_host` ranks with links of a rate.
+
+    With a `lora_rank`, it trains adapters.
+    """
 
     zero: int
     hosts: int
     per_host: int
     rate: str
+    lora_rank: int = 0
 
     def __str__(self) -> str:
-        return f"ZeRO {self.zero}, {self.hosts}x{self.per_host}, {self.rate}"
+        tuning = f", LoRA {self.lora_rank}" if self.lora_rank else ""
+        return f"ZeRO {self.zero}, {self.hosts}x{self.per_host}, {self.rate}{tuning}"
 
 
 _CASES = (
@@ -58,6 +63,8 @@ _CASES = (
     Case(3, 2, 1, "1gbit"),
     Case(3, 2, 2, "100mbit"),
     Case(3, 2, 2, "5gbit"),
+    Case(2, 2, 1, "100mbit", 16),
+    Case(3, 2, 2, "1gbit", 16),
 )
 CASES: Mapping[str, Case] = {str(case): case for case in _CASES}
 BATCH, SEQ, STEPS, TIMEOUT = 16, 64, 9, 1800.0
@@ -92,8 +99,8 @@ def outcome(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 def compare(case: Case, model: Path) -> dict[str, Any]:
     """Return the seconds of the brief measurement, and those of the choices, predicted and measured, now first."""
     cluster = read_cluster(f"{case.hosts * case.per_host}xCPU", case.rate, case.per_host)
-    shape = read_model(model)
-    job = Job(cluster, shape, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * shape.parameters)
+    shape = replace(read_model(model), rank=case.lora_rank)
+    job = Job(cluster, shape, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * shape.trained_parameters)
     ranks, setup = EmulatedRanks(Emulation(case.hosts, (case.rate,), case.per_host), TIMEOUT), Setup(case.zero)
     begin = time.monotonic()
     options = argparse.Namespace(software="deepspeed", model=model)

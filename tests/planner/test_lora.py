@@ -110,18 +110,9 @@ def test_the_command_plans_lora(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "ds-compress run" in (tmp_path / "plan" / "launch.sh").read_text()
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (["--output", "plan"], "launch/train_gpt.py trains all parameters"),
-        (["--measure", "measured.json"], "--measure: trains all parameters"),
-    ],
-)
-def test_options_that_train_all_parameters_are_refused(
-    more: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(tmp_path, *more) == 1
-    assert named in capsys.readouterr().err
+def test_a_program_that_trains_all_parameters_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path, "--output", "plan") == 1
+    assert "launch/train_gpt.py trains all parameters" in capsys.readouterr().err
 
 
 def test_bits_of_frozen_weights_need_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

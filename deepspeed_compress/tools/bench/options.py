@@ -80,6 +80,8 @@ def _add_step(subparsers: Any) -> None:
     group.add_argument("--micro-batch", type=positive_integer, metavar="N", help=what)
     what = "tokens in a sequence (default: 64)"
     group.add_argument("--seq-len", type=positive_integer, default=64, metavar="N", help=what)
+    what = "train LoRA's adapters of rank N for every matrix of the layers, and freeze the model (needs peft)"
+    group.add_argument("--lora-rank", type=positive_integer, default=0, metavar="N", help=what)
     group.add_argument("--seed", type=int, default=0, metavar="N")
     what = "measured steps: one number, or one per rate (default: 7, or 3 below 500 Mbit/s)"
     group.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=what)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,9 +112,21 @@ def bare_model(workload: Workload) -> Any:
     """Return the model on this rank's device, in the precision of the workload."""
     path = Path(workload.model)
     model: Any = build_model(path, read_model_config(path), workload.seed)
+    add_adapters(model, workload.lora_rank)
     if workload.recompute:
         model.gradient_checkpointing_enable()
     return model.to(device(), DTYPES[workload.precision]).train()
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """Give every matrix of the layers of a model of transformers an adapter, and freeze the rest. No rank: do nothing.
+
+    Source: LoRA (2106.09685), as PEFT implements it.
+    """
+    if rank:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules="all-linear"), model)
 
 
 POWERSGD_START = 2

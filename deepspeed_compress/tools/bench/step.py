@@ -131,7 +131,7 @@ def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
         raise ConfigError(
             f"--config {' '.join(options.config)}: files with the same name have the same rows; rename them"
         )
-    sizes = {name: getattr(options, name) for name in ("micro_batch", "seq_len", "seed")}
+    sizes = {name: getattr(options, name) for name in ("micro_batch", "seq_len", "seed", "lora_rank")}
     groups = [
         group
         for model in options.model

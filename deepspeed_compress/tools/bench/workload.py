@@ -24,7 +24,7 @@ class Workload:
     """Work that every contender does in a step, so that their times can be compared.
 
     A step has `accumulation` micro-batches of `micro_batch` sequences per data-parallel replica, which consists of
-    `tensor` x `pipeline` x `sequence` ranks.
+    `tensor` x `pipeline` x `sequence` ranks. With a `lora_rank`, only LoRA's adapters of that rank are trained.
     """
 
     model: str
@@ -39,6 +39,7 @@ class Workload:
     seq_len: int
     seed: int
     sequence: int = 1
+    lora_rank: int = 0
 
     @property
     def share(self) -> tuple[int, int]:
@@ -103,7 +104,7 @@ def group_contenders(
         files: Paths of the configurations.
         model: Path of the model.
         peers: Names of the peers to compare with.
-        sizes: `micro_batch` (or None), `seq_len` and `seed`.
+        sizes: `micro_batch` (or None), `seq_len`, `seed`, and perhaps `lora_rank`.
         ranks: Number of ranks.
 
     Raises:
@@ -159,9 +160,12 @@ def _workload(ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any]
     sequence = ds_config.get("sequence_parallel_size", 1)
     replicas = check_world(section, ranks, ds_config) // sequence
     micro_batch, accumulation = _batch(ds_config, sizes["micro_batch"], replicas)
+    tensor, lora_rank = TENSOR.effective(ds_config, parallelism), sizes.get("lora_rank", 0)
+    if lora_rank and tensor * parallelism.pipeline > 1:
+        raise ConfigError("--lora-rank: adapters need whole layers; leave out tensor and pipeline parallelism")
     return Workload(
         model=model,
-        tensor=TENSOR.effective(ds_config, parallelism),
+        tensor=tensor,
         pipeline=parallelism.pipeline,
         partition=parallelism.partition,
         recompute=parallelism.activation_checkpointing,
@@ -172,6 +176,7 @@ def _workload(ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any]
         seq_len=sizes["seq_len"],
         seed=sizes["seed"],
         sequence=sequence,
+        lora_rank=lora_rank,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.gauges import Peak, join
 from deepspeed_compress.tools.bench.options import PEERS
 from deepspeed_compress.tools.bench.step_rank import measure_group
@@ -91,6 +92,28 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+def test_adapters_alone_are_trained_and_sent(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="it comes with the dev extra")
+    file = tmp_path / "zero2.json"
+    section = {"parallelism": {"zero_stage": 2}, "gradients": {"bits": 4}}
+    file.write_text(json.dumps({**NATIVE, "deepspeed_compress": section}))
+    (tmp_path / "toy.json").write_text(json.dumps(TOY))
+    sizes = {"micro_batch": None, "seq_len": 16, "seed": 0, "lora_rank": 4}
+    [found] = group_contenders([str(file)], str(tmp_path / "toy.json"), ("deepspeed", "ddp"), sizes, ranks=2)
+    (rows, _), _ = run_forks(2, measured, found)
+    assert [row["contender"]["name"] for row in rows] == ["deepspeed", "zero2", "ddp"]
+    # Matrices of a layer: 32 x 96, 32 x 32, 32 x 128 and 128 x 32. DeepSpeed would send gradients in fp32, for both micro-batches.
+    trained = 4 * 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
+    assert rows[1]["traffic"][0]["bytes_uncompressed"] == 2 * 4 * trained
+
+
+def test_adapters_of_divided_layers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tensor.json").write_text(json.dumps({**NATIVE, "deepspeed_compress": {"parallelism": {"tensor": 2}}}))
+    sizes = {"micro_batch": None, "seq_len": 16, "seed": 0, "lora_rank": 4}
+    with pytest.raises(ConfigError, match="--lora-rank: adapters need whole layers"):
+        group_contenders([str(tmp_path / "tensor.json")], "toy.json", (), sizes, ranks=4)
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_ranks_at_hand_measure_what_runs_now_before_the_choices_are_shown(
     file.write_text('{"zero_optimization": {"stage": 1}}')
     assert plan("--emulate", "2x2,100mbit", "--config", str(file)) == 0
     out = capsys.readouterr().out
-    steps = r"a step of zero1-d4-\S+ \(\S+ s\), zero1-d4-\S+-g4-w4 \(\S+ s\)\."
+    steps = r"a step of zero1-d4-\S+ \(\S+ s\), zero1-d4-\S+-g4-w4 \(\S+ s\), zero\d-d4-\S+ \(\S+ s\)\."
     assert re.search(rf"Measured here: links, matrix products, kernels, {steps}", out)
     assert "the same, 4 bits" in out
     assert "scaled from" not in out
