@@ -37,19 +37,29 @@ class Effort:
         longest: Seconds that the largest message may take at the network's rate.
         batch_seconds: Seconds in which short messages are repeated, three times.
         steps: Measured steps of a layout; one period between exchanges if it has islands.
+        step_seconds: Seconds that steps of a layout may take together if they are more than that.
     """
 
     shares: tuple[float, ...]
     longest: float
     batch_seconds: float
     steps: int
+    step_seconds: float = 0.0
+
+    def count(self, layout: Layout, job: Job) -> int:
+        """Return the number of steps to measure. Short steps are repeated, since they vary most."""
+        if layout.islands > 1:
+            return 1
+        return max(self.steps, min(MOST_STEPS, round(self.step_seconds / job.predictor().predict(layout).seconds)))
 
 
 THOROUGH = Effort((1 / 512, 1 / 64, 1 / 8, 1), math.inf, 0.3, 5)
-BRIEF = Effort((1 / 64, 1), 0.1, 0.05, 3)
+BRIEF = Effort((1 / 64, 1), 0.1, 0.05, 3, 1.5)
 """Half a minute at most, on hosts that start within ten seconds."""
 BRIEF_SECONDS, BRIEF_PARAMETERS = 2.0, 2e8
 """Most seconds of messages in a step, and most parameters of a model, for which a brief measurement takes steps."""
+MOST_STEPS = 15
+"""Most steps of a layout that are measured."""
 MOST_ELEMENTS = 2**24
 """Largest number of elements that kernels are measured with."""
 COMPRESSED_BITS = 4
@@ -81,14 +91,14 @@ def measure(layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, e
     probed = _probes(job, effort) | {"rate": ranks.rates[0]}
     rows: list[Row] = []
     with Progress(transient=True, disable=not ranks.is_first) as progress:
-        for steps in progress.track(_step_jobs(layouts, job, ranks, model, effort.steps) or [[]], description="ranks"):
+        for steps in progress.track(_step_jobs(layouts, job, ranks, model, effort) or [[]], description="ranks"):
             rows += _rows(ranks, steps if rows else [probed, *steps])
     probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in rows if "kind" in row]
     return fit_measured(job, probes, _steps(rows, layouts))
 
 
 def measure_steps(
-    layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, count: int = THOROUGH.steps
+    layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, effort: Effort = THOROUGH
 ) -> list[Step]:
     """Return the median seconds of a step of each layout.
 
@@ -96,13 +106,13 @@ def measure_steps(
         CompressError: A program failed.
     """
     rows: list[Row] = []
-    for steps in _step_jobs(layouts, job, ranks, model, count):
+    for steps in _step_jobs(layouts, job, ranks, model, effort):
         rows += _rows(ranks, steps)
     return _steps(rows, layouts)
 
 
 def _step_jobs(
-    layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, count: int
+    layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, effort: Effort
 ) -> list[list[dict[str, Any]]]:
     """Return the jobs of `bench.step_rank`: a list for each division of ranks, which processes make only once."""
     by_division: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -112,7 +122,7 @@ def _step_jobs(
             file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
             sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0, "lora_rank": job.model.rank}
             [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
-            steps = group.to_job({ranks.rates[0]: 1 if layout.islands > 1 else count})
+            steps = group.to_job({ranks.rates[0]: effort.count(layout, job)})
             by_division.setdefault(_division(layout), []).append(steps)
     return list(by_division.values())
 

@@ -16,7 +16,8 @@ WIDTH = 160
 """Least width of tables in characters. A narrower table would break the names of layouts."""
 LEGEND = """\
 Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
-b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps; offload_all moves weights and states to the host."""
+b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps;
+offload_optimizer and offload_all use the memory of hosts."""
 
 
 def print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:

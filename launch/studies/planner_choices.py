@@ -2,9 +2,9 @@
 """Compare what `ds-compress plan cluster` says with measured steps, on emulated hosts of this machine.
 
 In twelve cases, the planner measures as briefly as the command does, and predicts what one can choose from. Then each
-of these choices is measured. The table has the seconds of the brief measurement, how much longer a step of the planner's
-choice takes than that of the best one, and how many times as fast as now it is, predicted and measured. Finished cases
-are kept. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
+of these choices is measured. The table has the seconds of the brief measurement, how much longer a step of the
+planner's choice takes than that of the best one, and how many times as fast as now it is, predicted and measured.
+Finished cases are kept. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
 
 examples, from the root of the repository:
   python -m launch.studies.planner_choices --output-dir runs/choices
@@ -30,7 +30,7 @@ from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import BRIEF, brief_layouts, measure, measure_steps
+from deepspeed_compress.tools.plan_measure import BRIEF, THOROUGH, brief_layouts, measure, measure_steps
 from launch.studies.harness import markdown, new_parser, tracked
 
 
@@ -67,8 +67,9 @@ _CASES = (
     Case(3, 2, 2, "1gbit", 16),
 )
 CASES: Mapping[str, Case] = {str(case): case for case in _CASES}
-BATCH, SEQ, STEPS, TIMEOUT = 16, 64, 9, 1800.0
-"""Sequences of a step, tokens of a sequence, measured steps, and the time limit of a measurement in seconds."""
+BATCH, SEQ, TIMEOUT = 16, 64, 1800.0
+"""Sequences of a step, tokens of a sequence, and the time limit of a measurement in seconds."""
+CAREFUL = replace(THOROUGH, steps=9)
 COLUMNS = ("now", "brief measurement, s", "choice", "above the best", "times as fast: predicted", "measured")
 
 
@@ -105,15 +106,17 @@ def compare(case: Case, model: Path) -> dict[str, Any]:
     begin = time.monotonic()
     options = argparse.Namespace(software="deepspeed", model=model)
     layouts = brief_layouts(choices(job, search(job), setup), job, options)
-    job = replace(job, constants=measure(layouts, job, ranks, model, BRIEF).constants)
+    brief = measure(layouts, job, ranks, model, BRIEF)
+    job = replace(job, constants=brief.constants)
     found = choices(job, search(job), setup)
     seconds = time.monotonic() - begin
-    steps = measure_steps([one.candidate.layout for one in found], job, ranks, model, STEPS)
+    steps = measure_steps([one.candidate.layout for one in found], job, ranks, model, CAREFUL)
     rows = [
         {"name": one.name, "predicted": one.seconds, "measured": step.seconds}
         for one, step in zip(found, steps, strict=True)
     ]
-    return {"brief_seconds": seconds, "choices": rows}
+    taken = [{"layout": str(step.layout), "seconds": step.seconds} for step in brief.steps]
+    return {"brief_seconds": seconds, "brief_steps": taken, "choices": rows}
 
 
 def row(name: str, found: Mapping[str, Any]) -> Sequence[str]:

@@ -24,6 +24,7 @@ FORMS = {
     "norm": BlockFormat("norm", 7, 4, 256),
     "sign": BlockFormat("mean", 1, 1, 256),
     "four levels": BlockFormat("lloyd", 4, 2, 256),
+    "eight levels": BlockFormat("eight", 10, 3, 256),
 }
 NUMEL = 100_001
 """An odd number, so that only the last program may load fewer bytes at once."""
@@ -104,6 +105,8 @@ KERNELS: Mapping[str, Expected] = {
     "encode norm, stochastic": Expected(lambda: encode("norm", 1), BOTH, (20, 24)),
     "encode sign": Expected(lambda: encode("sign"), BOTH, (28, 28)),
     "encode four levels": Expected(lambda: encode("four levels"), BOTH, (16, 28)),
+    "encode eight levels": Expected(lambda: encode("eight levels"), BOTH, (16, 20)),
+    "decode eight levels, 8 messages": Expected(lambda: decode("eight levels", 8), BOTH, (16, 16)),
     "decode int4": Expected(lambda: decode("int4", 1), BOTH, (40, 40)),
     "decode int4, 8 messages": Expected(lambda: decode("int4", 8), BOTH, (16, 16)),
     "decode int8, 8 messages": Expected(lambda: decode("int8", 8), BOTH, (8, 8)),

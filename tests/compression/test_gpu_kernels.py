@@ -32,8 +32,6 @@ SIZES, BORDERS = (0, 1, 65, 2049, 5000), (63, 64, 2048, 4096)
 OTHER_FORMS = {
     "blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
     "not a power of two": BlockFormat("absmax", 7, 4, 96),
-    "3 bits": BlockFormat("absmax", 3, 3, 64),
-    "eight levels": BlockFormat("eight", 10, 3, 64),
     "three levels": BlockFormat("ternary", 1, 2, 64),
     "less than one byte per block": BlockFormat("mean", 1, 1, 4),
     "long blocks": BlockFormat("absmax", 127, 8, 8192),

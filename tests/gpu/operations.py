@@ -35,10 +35,11 @@ FORMS = {
     "sign, blocks of 8": BlockFormat("mean", 1, 1, 8),
     "four levels": BlockFormat("lloyd", 4, 2, 64),
     "four levels, blocks of 2048": BlockFormat("lloyd", 4, 2, 2048),
-    "4 bits, blocks of 96": BlockFormat("absmax", 7, 4, 96),
+    "eight levels": BlockFormat("eight", 10, 3, 64),
     "3 bits": BlockFormat("absmax", 3, 3, 64),
+    "4 bits, blocks of 96": BlockFormat("absmax", 7, 4, 96),
 }
-"""Block formats by name. No kernel implements the last two; plain torch on the same device does."""
+"""Block formats by name. No kernel implements the last one; plain torch on the same device does."""
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 KEY = 0x9ABC_DEF0_FFFF_F000
@@ -447,7 +448,7 @@ def compressor(name: str, one: Compressor) -> Comparison:
     return Comparison("compressor", f"{name}, payload and decoded", run, (_ROOM, ONE), promised=False)
 
 
-_KINDS = ("8 bits", "4 bits", "qsgd, 4 bits", "sign", "four levels")
+_KINDS = ("8 bits", "4 bits", "qsgd, 4 bits", "sign", "four levels", "eight levels")
 """Names of a form of each kind."""
 
 

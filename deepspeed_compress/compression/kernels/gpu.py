@@ -1,6 +1,6 @@
 """Triton kernels with the results of `reference`, each in one pass over memory.
 
-Results are bit-identical to those of `reference`, except for the scales of kinds "norm", "mean" and "lloyd". These are
+Results are bit-identical to those of `reference`, except for the scales of kinds "norm", "mean", "lloyd" and "eight". These are
 computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes and
 residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
 
@@ -40,16 +40,16 @@ square_norm = reference.square_norm
 _MESSAGES_PER_PASS = 8
 """Number of messages that a program adds at once, with all their codes in registers."""
 _MAX_BLOCK = 4096
-_KINDS = frozenset({"absmax", "norm", "mean", "lloyd"})
+_KINDS = frozenset({"absmax", "norm", "mean", "lloyd", "eight"})
+_WIDTHS = frozenset({1, 2, 3, 4, 8})
 _MAX_WIDTH = 16
 
 
 def _covers(form: BlockFormat) -> bool:
     """Return True if blocks of `form` are encoded here: power-of-two sizes up to 4096 whose codes fill whole bytes."""
     size = form.block_size
-    return (
-        form.kind in _KINDS and 8 % form.bits == 0 and size & (size - 1) == 0 and 8 // form.bits <= size <= _MAX_BLOCK
-    )
+    is_covered = form.kind in _KINDS and form.bits in _WIDTHS and size & (size - 1) == 0 and size <= _MAX_BLOCK
+    return is_covered and size * form.bits % 8 == 0
 
 
 def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:

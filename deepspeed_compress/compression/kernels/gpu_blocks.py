@@ -10,12 +10,15 @@ See `gpu_bits` for tensors of bf16 and launch options.
 import triton
 import triton.language as tl
 
-from deepspeed_compress.compression.kernels.arguments import OUTER
+from deepspeed_compress.compression.kernels.arguments import LEVELS, OUTER
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
 
 _OUTER = tl.constexpr(OUTER)
 _MIDDLE = tl.constexpr((1 + OUTER) / 2)
 """Threshold between the inner and the outer level, in units of the scale."""
+_START = tl.constexpr(LEVELS["eight"].start)
+_LOW, _HIGH, _TOP = map(tl.constexpr, LEVELS["eight"].borders)
+"""Thresholds between the four magnitudes of kind "eight", in units of the scale."""
 _INFINITY = tl.constexpr(float("inf"))
 _INTEGERS = tl.constexpr(1.5 * 2**23)
 """Number that, added to a small fp32 number, leaves the nearest integer in the low bits, with ties to even."""
@@ -44,6 +47,8 @@ def _scales(rows, widths, limit: tl.constexpr, kind: tl.constexpr, levels: tl.co
         total = tl.sum(magnitudes.to(tl.float32, bitcast=True).to(tl.float64), axis=1)
         if kind == "mean":
             return _fitted(total / widths, limit)
+        elif kind == "eight":
+            return _fitted(_eight(magnitudes.to(tl.float32, bitcast=True), total, widths), limit)
         else:
             return _fitted(_lloyd(magnitudes.to(tl.float32, bitcast=True), total, widths), limit)
 
@@ -58,6 +63,24 @@ def _lloyd(magnitudes, total, widths):
         outer_count = tl.sum(outer.to(tl.int32), axis=1)
         scales = (total + (_OUTER - 1) * outer_total) / (widths + (_OUTER * _OUTER - 1) * outer_count)
     return scales
+
+
+@triton.jit
+def _eight(magnitudes, total, widths):
+    """Fit the scales of the magnitudes 1, 3, 6 and 10."""
+    places = _places(magnitudes, (total / widths * _START).to(tl.float32))
+    nearest = ((places + 1) * (places + 2) >> 1).to(tl.float32)
+    # Each padding zero of a row has the magnitude 1, except in a row of zeros, whose scale is 0 in any case.
+    padding = magnitudes.shape[1] - widths
+    squares = tl.sum(nearest * nearest, axis=1).to(tl.float64) - padding
+    return tl.sum(magnitudes.to(tl.float64) * nearest.to(tl.float64), axis=1) / squares
+
+
+@triton.jit
+def _places(magnitudes, scales):
+    """Return the index (int32) of the nearest magnitude of kind "eight", given the scales (fp32)."""
+    low, high, top = (scales * _LOW)[:, None], (scales * _HIGH)[:, None], (scales * _TOP)[:, None]
+    return (magnitudes >= low).to(tl.int32) + (magnitudes >= high).to(tl.int32) + (magnitudes >= top).to(tl.int32)
 
 
 @triton.jit
@@ -91,6 +114,8 @@ def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
         return codes * 2 - 1
     elif kind == "lloyd":
         return ((codes & 1) * (_OUTER - 1) + 1) * ((codes & 2) - 1)
+    elif kind == "eight":
+        return (((codes & 3) + 1) * ((codes & 3) + 2) >> 1) * ((codes >> 1 & 2) - 1)
     else:
         return (codes << (32 - bits)) >> (32 - bits)
 
@@ -116,14 +141,14 @@ def encode(
         # Same call with a constant: comparison with a multiple of 16 keeps 16-byte loads intact.
         encode_tile(
             x + first, before + first, after + first, numbers + first // block,
-            tl.multiple_of(codes + first // (8 // bits), alignment), first, group * block, group * block // (8 // bits),
+            tl.multiple_of(codes + first * bits // 8, alignment), first, group * block, group * block * bits // 8,
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
         )  # fmt: skip
     else:
         encode_tile(
             x + first, before + first, after + first, numbers + first // block,
-            tl.multiple_of(codes + first // (8 // bits), alignment), first, (numel - first).to(tl.int32),
-            code_bytes - first // (8 // bits),
+            tl.multiple_of(codes + first * bits // 8, alignment), first, (numel - first).to(tl.int32),
+            code_bytes - first * bits // 8,
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
         )  # fmt: skip
 
@@ -166,6 +191,8 @@ def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: t
         return (rows >= 0).to(tl.int32)
     elif kind == "lloyd":
         return (rows >= 0).to(tl.int32) * 2 + (tl.abs(rows) >= (scales * _MIDDLE)[:, None]).to(tl.int32)
+    elif kind == "eight":
+        return (rows >= 0).to(tl.int32) * 4 + _places(tl.abs(rows), scales)
     else:
         noise = mixed(index, key_low, key_high) if stochastic else 0.0
         return rounded(rows, tl.broadcast_to(scales[:, None], rows.shape), noise, levels, stochastic)
@@ -174,11 +201,30 @@ def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: t
 @triton.jit
 def _store_packed(values, place, out, size, bits: tl.constexpr):
     """Store `values` (below 2**`bits`, 0 beyond the end), in the order of `place`, to the `size` bytes at `out`."""
-    per_byte: tl.constexpr = 8 // bits
-    count: tl.constexpr = values.numel // per_byte
-    byte = tl.arange(0, count)
-    packed = tl.sum(tl.reshape(values << (place % per_byte) * bits, [count, per_byte]), axis=1)
-    tl.store(out + byte, packed.to(tl.uint8), mask=byte < size)
+    # Codes that do not divide a byte fill as many bytes as they have bits, eight at a time.
+    codes: tl.constexpr = 8 // bits if 8 % bits == 0 else 8
+    width: tl.constexpr = codes * bits // 8
+    count: tl.constexpr = values.numel // codes
+    packed = tl.sum(tl.reshape(values << (place % codes) * bits, [count, codes]), axis=1)
+    for byte in tl.static_range(width):
+        target = tl.arange(0, count) * width + byte
+        tl.store(out + target, (packed >> 8 * byte).to(tl.uint8), mask=target < size)
+
+
+@triton.jit
+def load_packed(packed, left, count: tl.constexpr, bits: tl.constexpr):
+    """Return the codes of `count` elements, of which `left` exist, as `_store_packed` groups them: int32 or uint8."""
+    codes: tl.constexpr = 8 // bits if 8 % bits == 0 else 8
+    width: tl.constexpr = codes * bits // 8
+    place = tl.arange(0, count // codes) * width
+    size = (left * bits + 7) // 8
+    found = tl.load(packed + place, mask=place < size, other=0)
+    if width > 1:
+        found = found.to(tl.int32)
+        for byte in tl.static_range(1, width):
+            more = tl.load(packed + place + byte, mask=place + byte < size, other=0)
+            found |= more.to(tl.int32) << 8 * byte
+    return found
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["numbers", "codes"])
@@ -203,16 +249,15 @@ def _decode(
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
     """Decode the blocks from element `first` on, given `left` remaining elements."""
-    per_byte: tl.constexpr = 8 // bits
-    row, byte = tl.arange(0, group), tl.arange(0, group * block // per_byte)
+    row = tl.arange(0, group)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
     target = out + first + place
     total = tl.load(target, mask=place < left, other=0.0)
     # Issue all loads before the first shuffle, since loads cannot be moved across it.
     scales, packed = (), ()
     for message in tl.static_range(len(codes)):
-        begin = tl.multiple_of(codes[message] + first // per_byte, alignment)
-        packed += (tl.load(begin + byte, mask=byte < (left + per_byte - 1) // per_byte, other=0),)  # type: ignore[assignment]
+        begin = tl.multiple_of(codes[message] + first * bits // 8, alignment)
+        packed += (load_packed(begin, left, group * block, bits),)  # type: ignore[assignment]
         scales += (tl.load(numbers[message] + first // block + row, mask=row * block < left, other=0),)  # type: ignore[assignment]
     total = accumulate(total, scales, packed, factor, kind, bits, block, group)
     tl.store(target, total, mask=place < left)
@@ -223,9 +268,9 @@ def accumulate(
     total, scales, packed, factor, kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr
 ):
     """Add `factor` times messages, given tuples of their scales and packed codes, to `total` ([`group`, `block`])."""
-    per_byte: tl.constexpr = 8 // bits
+    together: tl.constexpr = 8 // bits if 8 % bits == 0 else 8
     for message in tl.static_range(len(packed)):
-        values = packed[message].to(tl.int32)[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]
+        values = packed[message].to(tl.int32)[:, None] >> (tl.arange(0, together) * bits)[None, :]
         signed = _signed(tl.reshape(values & ((1 << bits) - 1), [group, block]), kind, bits).to(tl.float32)
         total += (as_fp32(scales[message]) * factor)[:, None] * signed
     return total

@@ -29,7 +29,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     scale_limit,
 )
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, load, saturated, store
-from deepspeed_compress.compression.kernels.gpu_blocks import accumulate, encode_tile
+from deepspeed_compress.compression.kernels.gpu_blocks import accumulate, encode_tile, load_packed
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, bits, halves, warps
 
 _WIDTH = tl.constexpr(9)
@@ -223,7 +223,7 @@ def _encode(
     if left >= group * block:
         # Same call with a constant: comparison with a multiple of 16 keeps 16-byte loads intact.
         encode_tile(
-            x, before + first, after + first, numbers, codes, index, group * block, group * block // (8 // bits),
+            x, before + first, after + first, numbers, codes, index, group * block, group * block * bits // 8,
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
         )  # fmt: skip
     else:
@@ -287,13 +287,12 @@ def _add_some(
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, messages: tl.constexpr,
     alignment: tl.constexpr,
 ):  # fmt: skip
-    per_byte: tl.constexpr = 8 // bits
-    row, byte = tl.arange(0, group), tl.arange(0, group * block // per_byte)
+    row = tl.arange(0, group)
     # Issue all loads before the first shuffle, since loads cannot be moved across it.
     scales, packed = (), ()
     for message in tl.static_range(messages):
         begin = tl.multiple_of(codes + message * stride, alignment)
-        packed += (tl.load(begin + byte, mask=byte < (left + per_byte - 1) // per_byte, other=0),)  # type: ignore[assignment]
+        packed += (load_packed(begin, left, group * block, bits),)  # type: ignore[assignment]
         scales += (tl.load(numbers + message * number_stride + row, mask=row * block < left, other=0),)  # type: ignore[assignment]
     return accumulate(total, scales, packed, factor, kind, bits, block, group)
 

@@ -104,7 +104,7 @@ def test_adapters_alone_are_trained_and_sent(tmp_path: Path) -> None:
     [found] = group_contenders([str(file)], str(tmp_path / "toy.json"), ("deepspeed", "ddp"), sizes, ranks=2)
     (rows, _), _ = run_forks(2, measured, found)
     assert [row["contender"]["name"] for row in rows] == ["deepspeed", "zero2", "ddp"]
-    # Matrices of a layer: 32 x 96, 32 x 32, 32 x 128 and 128 x 32. DeepSpeed would send gradients in fp32, for both micro-batches.
+    # Matrices of a layer: 32 x 96, 32 x 32, 32 x 128 and 128 x 32. Both micro-batches send, in fp32.
     trained = 4 * 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
     assert rows[1]["traffic"][0]["bytes_uncompressed"] == 2 * 4 * trained
 
