@@ -1,8 +1,8 @@
 """Triton kernels with the results of `reference`, each in one pass over memory.
 
-Results are bit-identical to those of `reference`, except for the scales of kinds "norm", "mean", "lloyd" and "eight". These are
-computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes and
-residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
+Results are bit-identical to those of `reference`, except for the scales of kinds "norm", "mean", "lloyd" and "eight".
+These are computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes
+and residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
 
 Nothing waits for the GPU. Only results are allocated and, by `top_k_rows`, counters, survivors and a bit per element of
 long rows. These cases fall back to `reference`: other block formats (`_covers`), keys on the device, DCT tiles larger
