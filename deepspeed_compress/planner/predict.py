@@ -23,6 +23,8 @@ HOST_MEMORY = 250e9
 """Bytes of a host's memory for each of its GPUs, as nodes of eight with 2 TB have. Larger needs do not fit."""
 FULL = 4
 """Bytes of an fp32 element."""
+SUB_GROUP = 1e9
+"""Elements that ZeRO 3 updates at a time (`sub_group_size`)."""
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -92,10 +94,23 @@ class Needs:
         # Backward computes one layer again, with all its activations.
         again = tokens * self._everything if layout.recompute == "full" else 0.0
         logits = tokens * self.model.vocab / layout.tensor * self._logit * stage.has_head
-        (states, host), buffers = self._states(stage), self._buffers(stage)
-        if logits > again:
-            return Memory(states, kept, logits, buffers, host)
-        return Memory(states, kept + again, 0.0, buffers, host)
+        activations, logits = (kept, logits) if logits > again else (kept + again, 0.0)
+        states, host = self._states(stage)
+        # The optimizer works in memory that activations have left.
+        buffers = self._buffers(stage) + max(0.0, self._of_step(stage) - activations - logits)
+        return Memory(states, activations, logits, buffers, host)
+
+    def _of_step(self, stage: Stage) -> float:
+        """Return the bytes of the fp32 gradients that DeepSpeed makes for its optimizer, with ZeRO 3 a part at a time."""
+        layout = self.layout
+        if not self._is_deepspeed or not layout.zero or layout.offload != "none":
+            return 0.0
+        owned = stage.trained / layout.shards
+        return FULL * (min(owned, SUB_GROUP) if layout.zero == 3 else owned)
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return self.software.name in ("deepspeed", "hf", "megatron-deepspeed")
 
     @property
     def _element(self) -> int:
@@ -122,18 +137,18 @@ class Needs:
         if layout.offload == "none":
             return weights + gradients + optimizer, 0.0
         if layout.zero >= 2:
-            # The host also adds up the gradients of micro-batches, in the fp32 copy that is part of `optimizer`.
-            gradients = 0.0
+            # The host adds up the gradients of micro-batches, too.
+            gradients, optimizer = 0.0, optimizer + FULL * owned
         if layout.offload == "all":
             weights, optimizer = 0.0, optimizer + weights
         return weights + gradients, optimizer
 
     @property
     def _optimizer(self) -> int:
-        """Bytes per parameter of two moments, fp32 master weights, and DeepSpeed's fp32 copy of gradients."""
+        """Bytes per parameter of two moments, fp32 master weights, and without ZeRO DeepSpeed's fp32 gradients."""
         if self._element == FULL and not self.layout.zero:
             return 8
-        return 12 if self._is_megatron else 16
+        return 12 if self.layout.zero or not self._is_deepspeed else 16
 
     def _buffers(self, stage: Stage) -> float:
         """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""

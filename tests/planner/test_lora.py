@@ -71,13 +71,13 @@ def test_zero_3_over_all_nodes_sends_the_frozen_weights_and_sharding_within_node
 
 def test_frozen_weights_have_neither_gradients_nor_optimizer_states() -> None:
     everything, adapters = (predicted(model, WITHIN).memory.states for model in (LLAMA_7B, LORA))
-    assert everything == pytest.approx(20 * LLAMA_7B.parameters / 8)
-    assert adapters == pytest.approx((2 * LORA.parameters + 20 * LORA.trained_parameters) / 8, rel=1e-3)
+    assert everything == pytest.approx(16 * LLAMA_7B.parameters / 8)
+    assert adapters == pytest.approx((2 * LORA.parameters + 16 * LORA.trained_parameters) / 8, rel=2e-3)
 
 
 def test_few_bits_need_less_memory_and_network_and_more_time_to_unpack() -> None:
     plain, packed = (predicted(model, OVER_ALL) for model in (LORA, QLORA))
-    trained = 20 * LORA.trained_parameters
+    trained = 16 * LORA.trained_parameters
     assert packed.memory.states == pytest.approx((4.5 / 8 * LORA.parameters + trained) / 16, rel=1e-3)
     assert sent(packed) < 0.3 * sent(plain)
     plain, packed = (predicted(model, WITHIN) for model in (LORA, QLORA))

@@ -32,10 +32,10 @@ def test_one_gpu_per_host_at_1_gbit_is_limited_by_the_network() -> None:
     assert plan.candidates[0].prediction.share("network") > 0.3
 
 
-def test_70b_on_64_gpus_needs_a_pipeline_or_tensor_ranks() -> None:
+def test_70b_on_64_gpus_is_divided() -> None:
     plan = search(job("64xH100", "100gbit", LLAMA_70B))
     first = plan.recommended.layout
-    assert first.tensor * first.pipeline > 1
+    assert first.zero == 3 or first.tensor * first.pipeline > 1
     assert all(candidate.verdict != "does not fit" for candidate in plan.candidates)
     assert plan.refused["does not fit into memory"] > 100
 
