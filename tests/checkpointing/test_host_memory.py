@@ -114,7 +114,7 @@ def begun(tmp_path: Path, receiver: Receiver) -> Connection:
     return connection
 
 
-@pytest.mark.parametrize("peer", ["plain", "begun"])
+@pytest.mark.parametrize("peer", ["plain", "authenticated", "begun"])
 def test_an_end_does_not_wait_long_for_a_silent_peer(tmp_path, monkeypatch, peer):
     monkeypatch.setattr(memory_copies, "DRAIN", 1.0)
     (tmp_path / "next").mkdir()
@@ -123,6 +123,7 @@ def test_an_end_does_not_wait_long_for_a_silent_peer(tmp_path, monkeypatch, peer
         for _ in range(3):
             make = {
                 "plain": lambda: socket.create_connection(("127.0.0.1", receiver.port)),
+                "authenticated": lambda: connected(receiver),
                 "begun": lambda: begun(tmp_path, receiver),
             }[peer]
             stack.enter_context(make())
