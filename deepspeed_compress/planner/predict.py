@@ -101,7 +101,7 @@ class Needs:
         return Memory(states, activations, logits, buffers, host)
 
     def _of_step(self, stage: Stage) -> float:
-        """Return the bytes of the fp32 gradients that DeepSpeed makes for its optimizer, with ZeRO 3 a part at a time."""
+        """Return the bytes of fp32 gradients that DeepSpeed makes for its optimizer, with ZeRO 3 a part at a time."""
         layout = self.layout
         if not self._is_deepspeed or not layout.zero or layout.offload != "none":
             return 0.0

@@ -17,7 +17,7 @@ from deepspeed_compress.planner.compute import (
 )
 from deepspeed_compress.planner.layout import Layout, Stage, largest_stage, stages
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.traffic import PEER, DataParallel, Traffic, Window, stage_message, tensor_traffic
+from deepspeed_compress.planner.traffic import HOST, PEER, DataParallel, Traffic, Window, stage_message, tensor_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,8 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
 
 def _message_term(name: str, message: Message, exposed: float, formula: str) -> Term:
     busy, sizes = message.seconds, (message.inside, message.outside)
-    return Term(name, message.link, exposed * busy, busy, *sizes, formula, SOURCE)
+    source = "traffic.py" if message.link == HOST else SOURCE
+    return Term(name, message.link, exposed * busy, busy, *sizes, formula, source)
 
 
 def _bubble(layout: Layout, model: Model, batch: MicroBatch, tensor: float, between: float) -> Term:
@@ -194,7 +195,7 @@ def _optimizer(links: Links, device: Device, stage: Stage, layout: Layout) -> Te
     if layout.offload != "none":
         of_host = owned * min(layout.ranks, links.cluster.per_node)
         formula = f"{of_host:.3g} parameters of a host x {HOST_ADAM * 1e9:g} ns"
-        return local("optimizer on the host", "host", HOST_ADAM * of_host, formula, "2101.06840")
+        return local("optimizer on the host", HOST, HOST_ADAM * of_host, formula, "2101.06840")
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
     return local("optimizer", "memory", seconds, formula, "software.py")

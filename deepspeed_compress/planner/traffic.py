@@ -23,8 +23,8 @@ ENCODE, DECODE = 18, 6
 PEER = 1e-4
 """Seconds that the CPU takes to issue the kernels for one message of one peer, measured on an H200 (docs/gpu.md)."""
 
-HOST_LINK = 20e9
-"""Bytes per second in one direction between a GPU and the memory of its host: PCIe 4.0 with 16 lanes."""
+HOST, HOST_LINK = "host", 20e9
+"""Link between a GPU and the memory of its host, and its bytes per second in one direction: PCIe 4.0 with 16 lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,5 +291,5 @@ class DataParallel:
 
 def _copied(name: str, size: float, times: int, window: Window) -> Traffic:
     """Return the traffic of copies of `size` bytes between a GPU and its host."""
-    message = Message(times * size / HOST_LINK, 0.0, 0.0, "PCIe")
+    message = Message(times * size / HOST_LINK, 0.0, 0.0, HOST)
     return Traffic(name, message, window, 8 * times, 0.0, f"{times} x {size / 1e9:.3g} GB at {HOST_LINK / 1e9:g} GB/s")

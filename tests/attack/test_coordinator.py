@@ -1,5 +1,7 @@
 """Thousands of hostile messages to a coordinator, while honest islands exchange without disturbance."""
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +12,10 @@ import pytest
 
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import HEADER, Limits, encode
 from deepspeed_compress.transport.credentials import Credentials
-from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated
+from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated, attack_unauthenticated, flood
 from tests.support.processes import MEGABYTE, resident_memory, serve_islands
 from tests.support.transport import until
 
@@ -105,3 +109,56 @@ def test_hostile_messages_do_not_disturb_honest_islands(tmp_path: Path, count: i
     assert "Traceback" not in log
     assert "was silent" not in log
     assert len(log) < MEGABYTE
+
+
+@FLOODED
+@pytest.mark.parametrize(
+    "message",
+    [{"kind": "beat"}, {"kind": "status"}, {"kind": "beat", "text": "y" * 900_000}],
+    ids=["beat", "status", "long"],
+)
+def test_a_flooder_that_reads_no_answers_does_not_delay_honest_islands(tmp_path: Path, message: Message) -> None:
+    with serve_islands(tmp_path) as (address, pid):
+        islands = Islands(address)
+        before, sent = resident_memory(pid), []
+        with connect(address, COORDINATOR, Credentials.find(), limits=Limits(patience=5.0)) as there:
+            there.send(templates(0)[0])
+            flooding = threading.Thread(target=lambda: sent.append(flood(there, encode(message), 2.5)))
+            flooding.start()
+            flooding.join(15)
+            before_rounds = len(islands.rounds)
+            assert before_rounds > 3
+            until(lambda: len(islands.rounds) > before_rounds)
+        islands.end()
+        assert resident_memory(pid) < before + 64 * MEGABYTE
+    assert sent
+    assert sent[0] > 0
+    assert max(islands.seconds) < TIMEOUT
+    assert all(committed for found in islands.rounds for _, committed in found)
+
+
+def test_a_lone_surrogate_in_a_name_does_not_disturb_honest_islands(tmp_path: Path) -> None:
+    with serve_islands(tmp_path) as (address, _):
+        islands = Islands(address)
+        for number in range(20):
+            head = json.dumps({**templates(number)[0], "name": "\ud800", "terms": TERMS}).encode()
+            with connect(address, COORDINATOR, Credentials.find()) as there:
+                there.send_encoded(HEADER.pack(b"DSCF", len(head), 0) + head)
+                with pytest.raises(ConnectionError):
+                    there.receive(60)
+        islands.end()
+    assert all(committed for found in islands.rounds for _, committed in found)
+
+
+def test_silent_connections_use_few_resources(tmp_path: Path) -> None:
+    with serve_islands(tmp_path) as (address, pid):
+        islands = Islands(address)
+        before, host, port = resident_memory(pid), "127.0.0.1", int(address.rpartition(":")[2])
+        silent = [socket.create_connection((host, port), timeout=5) for _ in range(500)]
+        time.sleep(0.5)
+        assert resident_memory(pid) < before + 16 * MEGABYTE
+        assert len(list(Path(f"/proc/{pid}/fd").iterdir())) < 200
+        islands.end()
+        for one in silent:
+            one.close()
+    assert all(committed for found in islands.rounds for _, committed in found)

@@ -677,3 +677,16 @@ def failing(rank: int) -> list[list[list[float]]]:
 def test_nothing_is_left_when_attaching_fails() -> None:
     for alone, failed, again in run_forks(2, failing):
         assert alone == failed != again
+
+
+def scaled(rank: int) -> bool:
+    """Return whether a copy of a scaler still calls the follower of the original."""
+    start()
+    model = DistributedDataParallel(Branches())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer, scaler)
+    return "update" in vars(copy.deepcopy(scaler))
+
+
+def test_a_copied_scaler_is_a_plain_one() -> None:
+    assert run_forks(1, scaled) == [False]

@@ -102,3 +102,18 @@ def test_a_rate(tmp_path: Path) -> None:
     begin = time.monotonic()
     write(tmp_path / "file", [bytes(8 * BLOCK)], rate=16 * BLOCK)
     assert time.monotonic() - begin >= 0.5
+
+
+def test_many_parts(tmp_path: Path) -> None:
+    numbers = random.Random(0)
+    check(tmp_path / "file", [numbers.randbytes(numbers.choice([0, 1, 7, PAGE, BLOCK, 3 * BLOCK])) for _ in range(60)])
+
+
+def test_a_file_that_was_longer_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 9 * BLOCK)
+    check(tmp_path / "file", [b"short"])
+
+
+def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        DirectFile(tmp_path / "gone" / "file")

@@ -3,14 +3,19 @@
 import errno
 import random
 import shutil
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing import directory
 from deepspeed_compress.checkpointing.completeness import Save, find_problems
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.safe_files import temporary
 from tests.support.checkpoints import WORLD, publish, save, write
 from tests.support.mutations import damage
 
@@ -202,3 +207,70 @@ def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
     publish(write(save(tmp_path, 16)))
     assert CheckpointDirectory(tmp_path).tags_to_try() == ["global_step16"]
     assert [checkpoint.is_universal for checkpoint in CheckpointDirectory(tmp_path).checkpoints()] == [True, False]
+
+
+def test_a_rank_that_writes_for_long_is_looked_for_less_often(tmp_path, monkeypatch):
+    one, pauses = write(save(tmp_path, 4), ranks=(0,)), []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if sum(pauses) > 60:
+            write(one, ranks=(1,))
+
+    # Threads of other tests may sleep in this process, too.
+    monkeypatch.setattr(directory, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    CheckpointDirectory(tmp_path, "0" * 32).publish(one, patience=600.0)
+    assert CheckpointDirectory(tmp_path).latest_tag() == one.tag
+    assert pauses[0] <= 0.05
+    assert max(pauses) <= 1
+    assert len(pauses) < 100
+
+
+def test_files_that_others_write_meanwhile_are_no_problem(tmp_path):
+    """Their files appear and disappear under temporary names."""
+    one, over = write(save(tmp_path, 8)), threading.Event()
+
+    def write_on():
+        file = one.place / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        while not over.is_set():
+            scratch = temporary(file)
+            scratch.write_bytes(b"x" * 100_000)
+            scratch.replace(file)
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        for _ in range(2000):
+            assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step8"]
+    finally:
+        over.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_failed_save_is_discarded_but_the_directory_of_a_tag_of_the_program_stays(tmp_path, automatic):
+    """The program may be about to save the tag again."""
+    one = write(save(tmp_path, 8, automatic=automatic))
+    CheckpointDirectory(tmp_path).discard(one)
+    assert list(find_problems(one.place)) == []
+    files.write_list(one.place, files.listed(one, 1, {}, "no space"))
+    (one.place / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    CheckpointDirectory(tmp_path).discard(one)
+    assert not list(tmp_path.rglob("*.pt"))
+    assert one.place.exists() == (not automatic)
+    assert [found.complete for found in CheckpointDirectory(tmp_path).checkpoints()] == ([] if automatic else [False])
+
+
+def test_a_link_protects_a_tag_of_several_parts(tmp_path):
+    one = write(replace(save(tmp_path, 1), tag="epoch/1"))
+    (tmp_path / "best").symlink_to(one.place)
+    assert CheckpointDirectory(tmp_path).protected() == {"epoch/1"}
+    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["epoch/1"]
+
+
+def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
+    """Directories of islands and of Trainer have their own `latest`."""
+    publish(write(save(tmp_path / "island_0001", 4)))
+    write(save(tmp_path / ".hidden", 4))
+    publish(write(save(tmp_path, 2)))
+    assert [found.tag for found in CheckpointDirectory(tmp_path).checkpoints()] == ["global_step2"]

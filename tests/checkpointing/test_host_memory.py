@@ -31,7 +31,7 @@ from deepspeed_compress.checkpointing.memory_directory import (
 )
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.launcher.heartbeat import MEMORY
-from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.client import connect, own_address
 from deepspeed_compress.transport.connection import Connection, encode
 from deepspeed_compress.transport.credentials import Credentials, Secret
 from tests.support.checkpoints import save, write
@@ -114,7 +114,7 @@ def begun(tmp_path: Path, receiver: Receiver) -> Connection:
     return connection
 
 
-@pytest.mark.parametrize("peer", ["plain", "begun"])
+@pytest.mark.parametrize("peer", ["plain", "authenticated", "begun"])
 def test_an_end_does_not_wait_long_for_a_silent_peer(tmp_path, monkeypatch, peer):
     monkeypatch.setattr(memory_copies, "DRAIN", 1.0)
     (tmp_path / "next").mkdir()
@@ -123,6 +123,7 @@ def test_an_end_does_not_wait_long_for_a_silent_peer(tmp_path, monkeypatch, peer
         for _ in range(3):
             make = {
                 "plain": lambda: socket.create_connection(("127.0.0.1", receiver.port)),
+                "authenticated": lambda: connected(receiver),
                 "begun": lambda: begun(tmp_path, receiver),
             }[peer]
             stack.enter_context(make())
@@ -248,3 +249,15 @@ def test_hosts_receive_only_the_files_that_their_ranks_read(tmp_path):
         (masters[1], 2, (1,)),
         (masters[2], 0, (2,)),
     ]
+
+
+def test_all_other_tags_are_removed(tmp_path):
+    for step in (1, 2, 3):
+        write(save(tmp_path, step))
+    (files.list_file(tmp_path / "global_step3", 0)).write_text("damaged")
+    CheckpointDirectory(tmp_path).keep_only(save(tmp_path, 4), {"global_step2"})
+    assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
+
+
+def test_an_address_that_others_can_reach():
+    assert own_address("127.0.0.1") == "127.0.0.1"

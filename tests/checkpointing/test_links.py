@@ -1,5 +1,6 @@
 """Links in a directory of checkpoints are neither counted, nor followed, nor removed."""
 
+import json
 import os
 import signal
 import warnings
@@ -13,6 +14,7 @@ from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed.engine_files import DirectFile
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
+from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.state_description import read_description
@@ -172,3 +174,51 @@ def test_a_removal_that_fails_is_no_failure_of_the_new_checkpoint(tmp_path: Path
     finally:
         queue.close()
         warnings.resetwarnings()
+
+
+def test_links_in_the_memory_of_a_host_are_kept(tmp_path: Path) -> None:
+    memory, other = tmp_path / "memory", tmp_path / "other"
+    written(memory, 1)
+    written(other, 7)
+    (memory / "linked").symlink_to(other / "global_step7")
+    assert [one.tag for one in find_host_saves(memory)[0]] == ["global_step1"]
+    CheckpointDirectory(memory).keep_only(save(memory, 8), ["global_step1"])
+    assert list(find_problems(other / "global_step7")) == []
+
+
+DAMAGE = {"no JSON": "{", "deep": "[" * 100_000, "large numbers": "1" * 10_000}
+
+
+FIELDS = {"step": "\x1b[2J", "files": {"../../x": [1, "0"]}}
+
+
+@pytest.mark.parametrize("text", [*DAMAGE.values(), *FIELDS], ids=[*DAMAGE, *FIELDS])
+def test_a_damaged_list_is_one_plain_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(save(tmp_path, 3))
+    file = files.list_file(one.place, 1)
+    if text in FIELDS:
+        found = {**json.loads(file.read_text()), text: FIELDS[text]}
+        del found["sha256"]
+        text = json.dumps({**found, "sha256": files._sha256_of(found)})
+    file.write_text(text)
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    errors = [line for line in shown.out.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert str(file) in errors[0]
+    assert "\x1b" not in shown.out + shown.err
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a\x1b[2J", b"", b"x" * 100_000, b"a\x00b"])
+def test_a_damaged_latest_is_refused_by_name(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, 1, 2)
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(StateError, match="latest is damaged"):
+        CheckpointDirectory(tmp_path).tags_to_try()
+    assert main(["checkpoint", "list", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "latest is damaged" in shown.err
+    assert "\x1b" not in shown.out + shown.err

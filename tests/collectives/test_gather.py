@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -287,3 +288,48 @@ def test_a_gather_that_is_waited_for_later_gives_the_same_weights(chunk_numel: i
     at_once = on_ranks(3, case, path)
     for seen, found in zip(at_once, run_threads(3, lambda group, rank: begin_and_wait(group, case, path)), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(seen.held, found, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_vanish_if_the_master_weights_stay_constant(dtype: torch.dtype, ranks: int) -> None:
+    """The error of int8 is 1/254 of the largest difference in a block, plus the rounding of the weights."""
+    path = walk(10, moves=5)
+    seen = on_ranks(ranks, Case(Codec(INT8), dtype), path)
+    rounding = torch.finfo(dtype).eps / 2 * float(path[-1].abs().max())
+    assert error(seen[0].held[4], path[4]) > rounding * 1.01 or dtype is not torch.float32
+    assert error(seen[0].held[-1], path[-1]) <= rounding * 1.01
+
+
+def test_top_k_sends_all_differences_within_a_few_steps() -> None:
+    """Each step sends the quarter of the elements with the largest differences, so four steps send all."""
+    path = walk(5, moves=1)
+    seen = on_ranks(2, Case(Codec(TopK(0.25, 64))), path)
+    left = [int((held - masters).abs().gt(1e-6).sum()) for held, masters in zip(seen[0].held, path, strict=True)]
+    assert left[0] > NUMEL * 0.7
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_error_of_a_step_is_at_most_half_a_level_of_the_difference(dtype: torch.dtype) -> None:
+    """The difference is taken to the previous weights, block by block, in float64."""
+    path = walk(20)
+    held = [start(dtype), *on_ranks(2, Case(Codec(INT8), dtype), path)[0].held]
+    for (before, after), masters in zip(pairwise(held), path, strict=True):
+        for first in range(0, NUMEL, NUMEL // 2):
+            part = slice(first, first + NUMEL // 2)
+            wanted, old, new = (tensor[part].double() for tensor in (masters, before, after))
+            for block in range(0, NUMEL // 2, 32):
+                rows = slice(block, block + 32)
+                half_level = float((wanted - old)[rows].abs().max()) / 127 / 2
+                rounding = torch.finfo(dtype).eps * float(wanted[rows].abs().max())
+                assert error(new[rows], wanted[rows]) <= half_level * 1.0001 + rounding
+
+
+def test_exact_parameters_beyond_fp16_become_infinite() -> None:
+    masters = start(torch.float32)
+    masters[2] = 1e6
+    seen = on_ranks(2, Case(Codec(INT8), torch.float16, ("norm",)), [masters])
+    assert_replicas(seen)
+    assert seen[1].held[0].isfinite().logical_not().nonzero().tolist() == [[2]]

@@ -488,3 +488,52 @@ def test_state_does_not_grow_with_the_number_of_layouts() -> None:
         assert starts == len(LOW_RANK)
         assert held == sum(2 * math.prod(SHAPES[name][1:]) for name in LOW_RANK)
         assert bound == LAYOUTS
+
+
+def test_a_mean_of_low_rank_is_reconstructed_exactly() -> None:
+    partition = layout(3)
+    inputs = low_rank_inputs(partition, 3, 2)
+    for step, found in enumerate(train(3, 3, inputs=inputs, feedback=False)[2]):
+        truth = torch.stack([inputs(index, step) for index in range(3)]).mean(dim=0)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-4)
+
+
+def test_a_rank_above_the_smaller_side_is_exact() -> None:
+    partition = layout(2)
+    truth = torch.stack([normal(index, partition.numel) for index in range(2)]).mean(dim=0)
+    for found in train(2, rank=50, min_saving=0.1):
+        torch.testing.assert_close(found[0], truth, rtol=0, atol=1e-5)
+
+
+def test_error_feedback_reduces_the_accumulated_error() -> None:
+    ranks, steps, partition = 2, 12, layout(2)
+
+    def constant(index: int, step: int) -> Tensor:
+        return normal(index, partition.numel)
+
+    truth = torch.stack([constant(index, 0) for index in range(ranks)]).mean(dim=0)
+    errors = {
+        feedback: float((sum(train(ranks, steps, inputs=constant, feedback=feedback)[0]) - steps * truth).norm())
+        for feedback in (True, False)
+    }
+    assert errors[True] < 0.5 * errors[False]
+
+
+def test_the_scale_applies_to_the_sum() -> None:
+    for mean, total in zip(train(3)[0], train(3, scale=1.0)[0], strict=True):
+        torch.testing.assert_close(total, 3 * mean, rtol=1e-5, atol=1e-5)
+
+
+def test_zero_rows_and_columns_stay_zero() -> None:
+    partition = layout(2, ["wide"])
+
+    def inputs(index: int, step: int) -> Tensor:
+        matrix = normal(index, 120, step).view(6, 20)
+        matrix[2], matrix[:, 5:] = 0, 0
+        return matrix.view(-1)
+
+    for found in train(2, 3, inputs=inputs, partition=partition)[0]:
+        matrix = found.view(6, 20)
+        assert matrix[:, :5].norm() > 0.1
+        assert matrix[2].abs().max() < 1e-6
+        assert matrix[:, 5:].abs().max() < 1e-6

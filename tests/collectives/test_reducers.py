@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition
-from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.exchange import Link, exchange
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
 from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
@@ -24,7 +24,7 @@ from deepspeed_compress.compression.feedback import ErrorFeedback, Feedback, NoF
 from deepspeed_compress.compression.kernels.arguments import CHANNEL, OWNER, Keys, MessageTable, ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.compression.transforms import DCT
+from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
 from deepspeed_compress.monitor import Meter
 from tests.support.codecs import CODECS, is_random, transmit
 from tests.support.reducers import integers, interleaved, normal, raw_bytes
@@ -641,3 +641,56 @@ def test_a_gather_may_be_waited_for_several_times() -> None:
     first, second = run_threads(2, work)
     assert torch.equal(first, second)
     assert first.unique().tolist() == [1.0, 2.0]
+
+
+def test_the_cosine_of_a_mean_that_is_half_correct() -> None:
+    """Rank 0 has the exact segment, rank 1 has zeros, so cos = |a| / sqrt(|a|^2 + |b|^2) with |a| = |b|."""
+    partition = layout(8, 2)
+
+    def work(group: ProcessGroup, rank: int) -> float:
+        return cosine_with_truth(group, torch.full((8,), 1.0 - rank), torch.ones(8), partition.owned_by(rank))()
+
+    assert run_threads(2, work) == pytest.approx([0.5**0.5] * 2)
+
+
+def test_every_pair_of_ranks_may_exchange_messages_of_another_size() -> None:
+    ranks = 4
+
+    def message(source: int, target: int) -> Tensor:
+        return torch.full((source * target % 5,), 10 * source + target, dtype=torch.uint8)
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        incoming = [torch.zeros_like(message(source, rank)) for source in range(ranks)]
+        exchange(group, [message(rank, target) for target in range(ranks)], incoming)
+        return incoming
+
+    for rank, incoming in enumerate(run_threads(ranks, work)):
+        for source in range(ranks):
+            expected = message(source, rank) if source != rank else torch.zeros_like(message(rank, rank))
+            assert torch.equal(incoming[source], expected)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("transform", [Hadamard(32), DCT({"weight": 7}, 4)], ids=lambda one: type(one).__name__)
+def test_sums_of_transformed_messages_are_correct(operation: str, transform: Transform) -> None:
+    partition = interleaved(3)
+    buckets = [normal(rank, partition.numel) for rank in range(3)]
+    found = reduced(operation, buckets, partition, [Codec(FP32, transform)])
+    for rank, bucket in enumerate(found):
+        own = partition.owned_by(rank)
+        torch.testing.assert_close(gather(bucket, own), gather(sum(buckets), own), rtol=1e-5, atol=1e-5)
+
+
+def test_payload_sizes_do_not_depend_on_the_values() -> None:
+    """One rank sends zeros, and the other one random numbers."""
+    partition = layout(211, 2)
+
+    def work(group: ProcessGroup, rank: int) -> tuple[int, ...]:
+        reducer = make_reducer(group, [TOPK])
+        bucket = torch.zeros(211) if rank == 0 else normal(rank, 211)
+        reducer.all_reduce(bucket, partition, 1.0)
+        [found] = reducer.layouts(partition)
+        return found.layout.sizes
+
+    first, second = run_threads(2, work)
+    assert first == second

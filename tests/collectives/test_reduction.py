@@ -29,6 +29,7 @@ from deepspeed_compress.compression.compressors import (
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.transforms import DCT
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Meter
@@ -398,3 +399,29 @@ def test_settings_of_weights_reach_their_gather(
         *2 * [expected],
         *2 * [Cast(BF16)],
     ]
+
+
+def test_null_disables_error_feedback(group: ProcessGroup) -> None:
+    reduction = build(group, section({"error_feedback": None}))
+    assert not reduction.stores
+    assert feedback_of(reduction.compressed) == (NoFeedback(), NoFeedback())
+
+
+def test_the_density_falls_during_its_warmup(group: ProcessGroup) -> None:
+    override = {"parameters": "embed", "method": "topk", "density": 0.1, "density_warmup_steps": 2}
+    config = section({"method": "dgc", "density": 0.005, "density_warmup_steps": 8, "overrides": [override]})
+    reduction = build(group, config)
+    for step, main, other in ((0, 0.25, 0.25), (2, 0.0625, 0.1), (8, 0.005, 0.1)):
+        assert codec_of(reduction, "head.weight", step).compressor == TopK(main)
+        assert codec_of(reduction, "embed.weight", step).compressor == TopK(other)
+
+
+def test_transforms_get_the_widths_of_matrices(group: ProcessGroup) -> None:
+    widths = {"embed.weight": 8, "layer.0.weight": 8, "head.weight": 100}
+    assert codec_of(build(group, section({"method": "demo"})), "head.weight").transform == DCT(widths, 64)
+
+
+def test_an_override_without_first_matches_warns(group: ProcessGroup) -> None:
+    overrides = [{"parameters": "bias|weight", "method": "sign"}, {"parameters": "head", "method": "none"}]
+    with pytest.warns(CompressWarning, match="overrides/1/parameters.*has no effect"):
+        build(group, section({"overrides": overrides}))

@@ -23,7 +23,7 @@ from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.monitor import Meter
 from tests.support.forks import run_forks
-from tests.support.streams import Device, Stream
+from tests.support.streams import Device, Event, Stream
 
 SAMPLED = pytest.mark.sampled(3)
 
@@ -135,3 +135,82 @@ def without_record_stream() -> Any:
 def test_a_missing_record_stream_is_detected() -> None:
     found = "memory of aten.empty.memory_format on side is reused while default uses it"
     assert all(found in problems for problems in run_forks(2, find_races, "wait_elsewhere", without_record_stream))
+
+
+REUSED = "memory of aten.add.Tensor on default is reused while side uses it"
+
+
+def use_and_free(device: Device, side: Stream, wait: Callable[[], None], record: bool = False) -> None:
+    """Use a tensor of the default stream on `side`, free it, call `wait`, and allocate again."""
+    x = torch.ones(3) + 1
+    side.wait_stream(device.default)
+    with device.using(side):
+        x.mul(2)
+    if record:
+        device.record(x, side)
+    del x
+    wait()
+    torch.zeros(3)
+
+
+def test_memory_may_be_reused_only_after_its_last_use() -> None:
+    for options, found in [({}, [REUSED]), ({"record": True}, [])]:
+        with Device() as device:
+            use_and_free(device, device.stream("side"), lambda: None, **options)
+        assert list(device.problems) == found
+    with Device() as device:
+        side = device.stream("side")
+        use_and_free(device, side, lambda: device.default.wait_stream(side))
+    assert not device.problems
+
+
+READ = "aten.add.Tensor reads on default, which does not wait for side"
+
+
+def by_event(device: Device, side: Stream, early: bool) -> None:
+    event = Event(device)
+    if early:
+        event.record(side)
+    with device.using(side):
+        x = torch.ones(3)
+    if not early:
+        event.record(side)
+    device.default.wait_event(event)
+    x + 1
+
+
+def by_host(device: Device, side: Stream, early: bool) -> None:
+    with device.using(side):
+        x = torch.ones(3)
+    (device.default if early else side).synchronize()
+    x + 1
+
+
+def by_third(device: Device, side: Stream, early: bool) -> None:
+    """Waiting for a stream includes everything that the stream has waited for so far."""
+    third = device.stream("third")
+    with device.using(side):
+        x = torch.ones(3)
+    for stream, other in ((device.default, third), (third, side))[:: 1 if early else -1]:
+        stream.wait_stream(other)
+    x + 1
+
+
+@pytest.mark.parametrize("how", [by_event, by_host, by_third])
+def test_a_reader_must_wait_for_the_last_writer(how: Callable[[Device, Stream, bool], None]) -> None:
+    for early, found in ((True, [READ]), (False, [])):
+        with Device() as device:
+            how(device, device.stream("side"), early)
+        assert list(device.problems) == found
+
+
+def test_a_writer_must_wait_for_readers() -> None:
+    with Device() as device:
+        side, x = device.stream("side"), torch.ones(3)
+        side.wait_stream(device.default)
+        with device.using(side):
+            x.sum()
+        x.zero_()
+    assert list(device.problems) == [
+        "aten.zero_.default overwrites data being read on default, which does not wait for side"
+    ]

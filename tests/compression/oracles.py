@@ -33,6 +33,11 @@ class Grid:
         shifted = self.position + (0.5 if uniforms is None else uniforms)
         return np.abs(shifted - np.rint(shifted)) < 1e-3
 
+    def standard_error(self, count: int) -> Doubles:
+        """Return the standard error of the mean of `count` independent stochastic roundings."""
+        fraction = self.position - np.floor(self.position)
+        return self.step * np.sqrt(fraction * (1 - fraction) / count)
+
 
 def absmax(x: Doubles, bits: int) -> Grid:
     """Return the grid of arXiv:2110.02861, section 2.1, with 2**(bits-1) - 1 levels on either side of zero."""
@@ -62,9 +67,38 @@ def qsgd(x: Doubles, levels: int) -> Grid:
     return Grid(x / norm * levels, norm / levels)
 
 
+def qsgd_values(x: Doubles, levels: int, coins: Doubles) -> Doubles:
+    """Return ||x|| sign(x) xi of equation 3.1, with xi = (l + 1) / s where the coin is below p(|x| / ||x||, s)."""
+    norm = math.sqrt(sum(float(element) ** 2 for element in x))
+    values = []
+    for element, coin in zip(x, coins, strict=True):
+        ratio = abs(element) / norm
+        lower = math.floor(ratio * levels)
+        chance = ratio * levels - lower
+        values.append(norm * math.copysign(1, element) * (lower + (coin < chance)) / levels)
+    return np.array(values)
+
+
 def scaled_sign(x: Doubles) -> Doubles:
     """Return (||x||_1 / d) sign(x) with sign(0) = 1 (arXiv:1901.09847, algorithm 1)."""
     return np.where(x >= 0, 1.0, -1.0) * (sum(abs(float(element)) for element in x) / len(x))
+
+
+def ternary_weights(x: Doubles) -> Doubles:
+    """Return the ternary form of arXiv:1605.04711, section 2.2: threshold 0.7 E|x|, scale the mean of |x| above it."""
+    kept = np.abs(x) > 0.7 * np.abs(x).mean()
+    return np.where(kept, np.sign(x), 0.0) * float(np.abs(x)[kept].mean())
+
+
+def terngrad(x: Doubles, uniforms: Doubles) -> Doubles:
+    """Return s sign(g) b with s = max |g| and P(b = 1) = |g| / s (arXiv:1705.07878, section 3).
+
+    b is 1 where the uniform number is in the upper (g > 0) or lower (g < 0) |g| / s of [0, 1).
+    """
+    largest = float(np.abs(x).max())
+    chance = np.abs(x) / largest
+    chosen = np.where(x > 0, uniforms >= 1 - chance, uniforms < chance)
+    return largest * np.where(chosen, np.sign(x), 0.0)
 
 
 def nearest_level(magnitudes: Sequence[int], x: Doubles, scale: float) -> Doubles:

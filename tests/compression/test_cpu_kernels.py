@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
@@ -19,6 +21,7 @@ from deepspeed_compress.compression.kernels.compiled import MARCH
 from tests.gpu.comparisons import same_bits
 from tests.gpu.operations import COMPARISONS, FORMS, dequantize, quantize, top_k, top_k_of_sum
 from tests.support.kernels import operations
+from tests.support.properties import properties
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -255,3 +258,9 @@ def test_without_a_compiler_plain_torch_is_used_with_a_warning(tmp_path: Path) -
         name, messages = run.stdout.splitlines()
         assert name == "deepspeed_compress.compression.kernels.reference"
         assert ("g++" in messages) == warned
+
+
+@properties
+@given(st.integers(0, 2**64 - 1))
+def test_uniform_numbers_match_the_reference(key: int) -> None:
+    assert torch.equal(cpu.uniform(100, key, CPU), reference.uniform(100, key, CPU))

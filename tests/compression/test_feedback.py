@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
@@ -15,8 +16,8 @@ from deepspeed_compress.compression.compressors import Blockwise, Cast, Compress
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, segments_of
-from deepspeed_compress.compression.transforms import Hadamard, Identity, Transform
-from tests.support.codecs import CODECS, transmit
+from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
+from tests.support.codecs import CODECS, decode, transmit
 from tests.support.properties import properties
 
 CPU = torch.device("cpu")
@@ -334,3 +335,77 @@ def test_the_host_waits_for_values_that_it_reads(basis: Transform, monkeypatch: 
     residuals.read(SEGMENTS, CPU, basis)
     assert copies
     assert not any(copies)
+
+
+def test_messages_and_the_last_residual_add_up_to_all_inputs() -> None:
+    sender = feedback_sender(TopK(0.05, 64))
+    inputs = [integers(7, step) for step in range(20)]
+    received = sum(send(sender, x, step) for step, x in enumerate(inputs))
+    assert torch.equal(received + residual(sender), sum(inputs))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_the_first_message_has_no_residual(codec: Compressor) -> None:
+    x = integers(7, 0)
+    assert torch.equal(send(feedback_sender(codec), x), transmit(codec, x, 0))
+
+
+def test_a_rollback_undoes_all_micro_steps() -> None:
+    sender = feedback_sender(TopK(0.05, 64), transactional=True)
+    send(sender, integers(7, 0))
+    sender.residuals.commit()
+    before = residual(sender)
+    for step in (1, 2):
+        old, x = residual(sender), integers(7, step)
+        assert torch.equal(send(sender, x) + residual(sender), x + old)
+    assert not torch.equal(residual(sender), before)
+    sender.residuals.rollback()
+    assert torch.equal(residual(sender), before)
+
+
+def test_writes_without_transactions_are_final() -> None:
+    residuals = Residuals("fp32", transactional=False)
+    residuals.write(SEGMENTS, torch.ones(NUMEL))
+    residuals.rollback()
+    assert torch.equal(residuals.read(SEGMENTS, CPU), torch.ones(NUMEL))
+
+
+@pytest.mark.parametrize("transform", [Identity(), Hadamard(64), DCT({"w": 20}, 4)], ids=lambda one: type(one).__name__)
+def test_message_and_residual_add_up_in_a_transformed_basis(transform: Transform) -> None:
+    sender = Sender(TopK(0.1, 64), ErrorFeedback(Residuals("fp32", False)), transform)
+    for step in range(6):
+        x, old = integers(7, step), residual(sender)
+        torch.testing.assert_close(send(sender, x) + residual(sender), x + old, rtol=1e-5, atol=1e-4)
+
+
+def test_a_decayed_residual_is_decoupled_momentum() -> None:
+    """DeMo, algorithm 1: m = beta m + g; q is the largest coefficients of m; m = m - q; q is sent."""
+    beta, codec, transform = 0.9, TopK(0.05, 64), Hadamard(64)
+    sender = Sender(codec, ErrorFeedback(Residuals("fp32", False), beta), transform)
+    momentum = torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(10):
+        gradient = integers(7, step)
+        momentum = beta * momentum + gradient
+        chosen = transmit(codec, transform.forward(momentum.float(), SEGMENTS))
+        sent = transform.inverse(chosen, SEGMENTS)
+        momentum -= sent
+        torch.testing.assert_close(send(sender, gradient), sent, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(residual(sender).double(), momentum, rtol=1e-4, atol=1e-3)
+
+
+@properties
+@given(st.lists(messages(), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_changing_buckets_lose_nothing(layouts: list[Message], seed: int) -> None:
+    """For every element, all sent values plus the residual equal all inputs, regardless of the layouts of messages."""
+    sender = feedback_sender(TopK(0.3, 64), transactional=True)
+    generator = torch.Generator().manual_seed(seed)
+    balance = dict.fromkeys(elements((name, 0, numel) for name, numel in NUMELS.items()), 0.0)
+    for layout in layouts:
+        x = torch.randint(-9, 9, (len(elements(layout)),), generator=generator).float()
+        payload = sender.encode(x, segments_of(layout))
+        lost = x - decode(sender.compressor, payload, x.numel())
+        for element, value in zip(elements(layout), lost.tolist(), strict=True):
+            balance[element] += value
+    sender.residuals.commit()
+    whole = [(name, 0, numel) for name, numel in NUMELS.items()]
+    assert sender.residuals.read(segments_of(whole), CPU).tolist() == list(balance.values())

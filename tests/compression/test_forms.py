@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from tests.compression.sparse_oracles import Floats, kept_of
-from tests.support.codecs import encode
+from tests.support.codecs import encode, transmit
 from tests.support.properties import properties
 
 DENSITIES = ("0.001", "0.01", "0.07", "0.1", "0.3", "0.55", "1")
@@ -104,3 +104,20 @@ def test_a_cast_rounds_to_nearest_even_and_saturates(
 def test_fp32_is_sent_bit_for_bit(bits: list[int]) -> None:
     x = np.array(bits, dtype=np.uint32).view(np.float32)
     assert payload(Cast(torch.float32), x) == x.tobytes()
+
+
+@pytest.mark.parametrize("exponent", range(6, 17))
+def test_the_bits_of_an_index_depend_on_the_block_size(exponent: int) -> None:
+    """Eight indices of b bits take b bytes. The last column of a block is decoded correctly at every width."""
+    block = 1 << exponent
+    codec = TopK(8 / block, block)
+    assert codec.index_bits == exponent
+    assert codec.payload_bytes(block) == -(-exponent // 4) * 4 + 8 * 4
+    x = torch.zeros(block)
+    x[torch.linspace(0, block - 1, 8).long()] = torch.arange(1.0, 9.0)
+    assert torch.equal(transmit(codec, x), x)
+
+
+@pytest.mark.parametrize("density", [1e-10, 1e-30, 5e-324])
+def test_the_smallest_densities_keep_one_element_per_block(density: float) -> None:
+    assert [TopK(density, 640).kept(numel) for numel in (0, 1, 640, 641)] == [0, 1, 1, 2]

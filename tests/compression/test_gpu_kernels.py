@@ -382,3 +382,19 @@ def test_compiled_block_kernels_are_exact_and_load_16_bytes(
 @pytest.mark.parametrize("capability", [80, 90])
 def test_other_compiled_kernels_are_exact(compiler: Runner, capability: int) -> None:
     compiler(check_other_compiled, capability)
+
+
+@SAMPLED
+@pytest.mark.parametrize(
+    ("instruction", "found"),
+    [
+        ("div.rn.f32 %r1, %r2, %r3;", set()),
+        ("cvt.rzi.s32.f32 %r1, %r2;", set()),
+        ("div.full.f32 %r1, %r2, %r3;", {"div.full.f32"}),
+        ("cvt.rmi.ftz.f32.f32 %r1, %r2;", {"cvt.rmi.ftz.f32.f32"}),
+        ("@%p1 fma.rn.f32 %r1, %r2, %r3, %r4;", {"fma.rn.f32"}),
+        ("sqrt.approx.f64 %rd1, %rd2;", {"sqrt.approx.f64"}),
+    ],
+)
+def test_inexact_instructions_are_found(instruction: str, found: set[str]) -> None:
+    assert inexact(instruction) == found

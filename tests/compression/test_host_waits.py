@@ -1,7 +1,8 @@
 """Encoding and decoding on a GPU never make the host wait."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
@@ -71,3 +72,36 @@ def test_transforms_and_residuals_do_not_wait(transform: Transform, storage: str
     codec, stores = Codec(SETTINGS["topk"][0], transform), [Residuals(storage, transactional=True) for _ in range(2)]
     assert waits(codec, ErrorFeedback(stores[0], own_exact=False)) == set()
     assert waits(codec, MomentumCorrection(*stores, momentum=0.9)) == set()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: int(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool((x > 3).any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 3],
+        lambda x: torch.equal(x, x),
+        lambda x: x.unique(),
+        lambda x: torch.arange(len(x)).repeat_interleave(x),
+        lambda x: torch.tensor([1.0, 2.0]),
+    ],
+)
+def test_a_waiting_operation_is_detected(read: Callable[[torch.Tensor], object]) -> None:
+    with HostWaits(Path(__file__).parent) as seen:
+        read(torch.arange(6))
+    [found] = seen.found
+    assert found.startswith(f"{Path(__file__).name}:<lambda>: ")
+
+
+def test_an_operation_that_does_not_wait_is_not_reported() -> None:
+    with HostWaits(Path(__file__).parent) as seen:
+        x = torch.arange(6)
+        (
+            x[torch.zeros(2, dtype=torch.int64)]
+            + x.repeat_interleave(2)[:2]
+            + x.sort().values[:2].masked_fill(x[:2] > 3, 0)
+        )
+    assert not seen.found

@@ -124,3 +124,9 @@ def test_an_older_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "deepspeed_compress.compression.kernels.gpu", raising=False)
     with pytest.warns(CompressWarning, match=r"plain torch.*Triton 3\.5\.1 is installed; Triton 3\.6 or newer"):
         assert kernels._implementation.__wrapped__("cuda") is reference
+
+
+@properties
+@given(KEYS, st.integers(0, 50))
+def test_a_uniform_number_depends_only_on_key_and_index(key: int, count: int) -> None:
+    assert torch.equal(reference.uniform(count, key, CPU), reference.uniform(60, key, CPU)[:count])

@@ -395,3 +395,87 @@ def test_two_bits_round_to_the_nearest_level_of_the_rounded_scale(dtype: torch.d
     for part, block, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
         tied = np.abs(np.abs(part) - 2.5 * float(scale)) < 1e-6 * float(scale)
         assert (np.isclose(block, oracles.nearest_level((1, 4), part, float(scale)), rtol=1e-6, atol=0) | tied).all()
+
+
+UNBIASED = [(codec, oracle) for codec, oracle in GRIDS if codec.stochastic and getattr(codec, "percentile", 100) == 100]
+
+
+@SAMPLED
+@pytest.mark.parametrize(("codec", "oracle"), UNBIASED, ids=[repr(codec) for codec, _ in UNBIASED])
+def test_the_mean_over_keys_equals_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
+    """It is within 5 standard errors for 1000 keys. 0.01 % of a step is allowed for fp32."""
+    count, x = 1000, sample(3, BLOCK)
+    mean = torch.stack([transmit(codec, x, key) for key in range(count)]).double().mean(dim=0).numpy()
+    grid = oracle(x.double().numpy())
+    assert (np.abs(mean - x.double().numpy()) <= 5 * grid.standard_error(count) + 1e-4 * grid.step).all()
+
+
+@pytest.mark.parametrize("key", range(10))
+def test_two_stochastic_bits_match_terngrad(key: int) -> None:
+    x = sample(key, BLOCK)
+    expected = oracles.terngrad(x.double().numpy(), uniforms_of(key, BLOCK))
+    assert np.allclose(transmit(Blockwise(2, BLOCK, stochastic=True), x, key).numpy(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("levels", [1, 4, 7, 100])
+def test_qsgd_matches_equation_3_1(levels: int) -> None:
+    """Positive elements are rounded away from zero by large uniform numbers, negative ones by small ones."""
+    x = sample(levels, BLOCK)
+    uniforms = uniforms_of(9, BLOCK)
+    # Uniform numbers have 24 bits, so 1 - u is never 0, and the reflection keeps all decisions.
+    coins = np.where(x.numpy() >= 0, 1 - uniforms - 2.0**-25, uniforms)
+    expected = oracles.qsgd_values(x.double().numpy(), levels, coins)
+    assert np.allclose(transmit(QSGD(levels, BLOCK), x, 9).numpy(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 127])
+def test_the_variance_of_qsgd_is_within_lemma_3_1(levels: int) -> None:
+    """E||Q(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2 for the mean over 500 keys, within 5 standard errors."""
+    x = sample(1, BLOCK)
+    errors = torch.tensor([norm2(transmit(QSGD(levels, BLOCK), x, key) - x) for key in range(500)]) / norm2(x)
+    bound = min(BLOCK / levels**2, math.sqrt(BLOCK) / levels)
+    assert float(errors.mean()) <= bound + 5 * float(errors.std()) / math.sqrt(len(errors))
+
+
+@properties
+@given(x=vectors)
+def test_the_error_of_sign_depends_on_the_density_of_the_block(x: Tensor) -> None:
+    """||x - C(x)||^2 = (1 - d) ||x||^2 with d = ||x||_1^2 / (n ||x||^2) (arXiv:1901.09847)."""
+    for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
+        density = np.abs(part).sum() ** 2 / (len(part) * (part**2).sum())
+        assert math.isclose(oracles.squared_error(part, found), 1 - density, rel_tol=0, abs_tol=1e-5)
+
+
+def test_fitted_levels_have_a_smaller_error_than_signs_ternary_weights_and_absmax_levels() -> None:
+    for x in distributions().values():
+        exact, parts = x.double().numpy(), blocks(x, 256)
+        signs, three, two_bits, three_bits = (
+            oracles.squared_error(exact, transmit(codec, x).double().numpy())
+            for codec in (Sign(256), Sign(256, levels=3), Blockwise(2, 256), Blockwise(3, 256))
+        )
+        ternary = np.concatenate([oracles.ternary_weights(part) for part in parts])
+        absmax = {bits: np.concatenate([oracles.absmax(part, bits).decode() for part in parts]) for bits in (2, 3)}
+        assert three < 0.55 * signs
+        assert two_bits < 0.7 * oracles.squared_error(exact, ternary)
+        assert two_bits < 0.3 * oracles.squared_error(exact, absmax[2])
+        assert three_bits < 0.7 * oracles.squared_error(exact, absmax[3])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantization_matches_fake_quantize_of_torch(bits: int) -> None:
+    """torch multiplies by the reciprocal of the scale, so it may round ties differently."""
+    rows, levels = sample(5, 200 * BLOCK).view(-1, BLOCK), 2 ** (bits - 1) - 1
+    scales = rows.abs().amax(dim=1) / levels
+    zeros = torch.zeros(len(rows), dtype=torch.int32)
+    expected = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -levels, levels)
+    steps = (transmit(Blockwise(bits, BLOCK), rows.view(-1)).view_as(rows) - expected) / scales.unsqueeze(1)
+    assert (steps.abs() < 1e-3).float().mean() > 0.999
+    assert float(steps.abs().max()) < 1.001
+
+
+@properties
+@given(x=vectors, bits=st.sampled_from(BITS))
+def test_percentile_100_equals_blockwise(x: Tensor, bits: int) -> None:
+    if bits > 2:
+        assert torch.equal(encode(Percentile(bits, BLOCK, 100.0), x), encode(Blockwise(bits, BLOCK), x))
+    assert torch.equal(encode(Percentile(bits, BLOCK, 100.0, True), x), encode(Blockwise(bits, BLOCK, True), x))

@@ -252,3 +252,41 @@ def test_all_senders_of_a_message_draw_the_same_positions() -> None:
     assert all(torch.equal(first, other) for other in others)
     assert len({key & 0xFFFFFFFF for key in keys}) == len(keys)
     assert not torch.equal(first, transmit(codec, x, message_key((7, 4, 0, 1), 0)))
+
+
+@properties
+@given(st.integers(1, 300), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_keys_with_equal_upper_halves_draw_equal_positions(numel: int, upper: int, one: int, other: int) -> None:
+    codec = RandomK(0.3, BLOCK)
+    assert support(codec, numel, upper << 32 | one) == support(codec, numel, upper << 32 | other)
+
+
+@MANY_DRAWS
+def test_rescaled_random_k_is_unbiased() -> None:
+    """The mean over n keys is within 5 standard errors, x sqrt((m / k - 1) / n)."""
+    x = torch.linspace(-3, 5, 2 * 32 + 10)
+    mean = drawn(RandomK(0.25, 32, rescale=True), x).mean(dim=0)
+    ratio = torch.cat((torch.full((64,), 32 / 8), torch.full((10,), 10 / 3)))
+    assert ((mean - x).abs() <= 5 * x.abs() * ((ratio - 1) / DRAWS).sqrt() + 1e-6).all()
+
+
+@MANY_DRAWS
+def test_the_mean_squared_error_of_random_k_is_one_minus_density() -> None:
+    """E|x - C(x)|^2 = (1 - k / m) |x|^2 (Stich et al., arXiv:1809.07599), within 5 standard errors."""
+    x = torch.randn(128, generator=torch.Generator().manual_seed(3))
+    lost = (drawn(RandomK(0.25, 32), x) - x).square().sum(dim=1) / x.double().square().sum()
+    assert abs(float(lost.mean()) - 0.75) <= 5 * float(lost.std()) / math.sqrt(DRAWS)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [TopK(0.25, BLOCK), TopK(0.25, scope="tensor"), TopK(0.25, scope="threshold"), BlockTopK(0.25, BLOCK, GROUP)],
+    ids=repr,
+)
+@properties
+@given(st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_the_squared_error_of_top_k_is_at_most_one_minus_density(codec: Compressor, groups: int, seed: int) -> None:
+    """|x - C(x)|^2 <= (1 - k / n) |x|^2 for every x (Stich et al., definition 2.1)."""
+    x = np.random.default_rng(seed).normal(size=groups * GROUP).astype(np.float32)
+    lost = float(((decoded(codec, x) - x).astype(np.float64) ** 2).sum())
+    assert lost <= 0.75 * float((x.astype(np.float64) ** 2).sum()) * (1 + 1e-6)

@@ -191,3 +191,26 @@ def test_the_coefficients_of_a_full_tile_fill_one_block() -> None:
 def test_a_vector_that_does_not_match_its_segments_is_refused() -> None:
     with pytest.raises(AssertionError, match="7 elements"):
         DCT({}).forward(torch.ones(7), segments_of([("v", 0, 6)]))
+
+
+@every_transform
+@properties
+@given(segments=LAYOUTS, seed=st.integers(0, 99))
+def test_forward_inverts_the_inverse(transform: Transform, segments: tuple[Segment, ...], seed: int) -> None:
+    coefficients = noise(length(segments), seed)
+    back = transform.forward(transform.inverse(coefficients, segments), segments)
+    assert torch.allclose(back, coefficients, rtol=0, atol=1e-5)
+
+
+def test_the_identity_does_not_copy() -> None:
+    x = noise(5)
+    assert Identity().forward(x, ()) is x
+    assert Identity().inverse(x, ()) is x
+
+
+def test_a_smooth_matrix_needs_few_coefficients() -> None:
+    """The energy of a slow wave is in the low frequencies of every tile."""
+    rows, columns = torch.meshgrid(torch.arange(128.0), torch.arange(64.0), indexing="ij")
+    wave = torch.cos(rows / 40 + columns / 30).reshape(-1)
+    found = DCT({"m": 64}).forward(wave, segments_of([("m", 0, wave.numel())])).view(2, 64, 64)
+    assert float(found[:, :4, :4].square().sum()) > 0.99 * float(wave.square().sum())

@@ -1,5 +1,6 @@
 """`ds-compress run`: the command for each launcher, and unmodified scripts that it starts."""
 
+import argparse
 import json
 import os
 import shlex
@@ -14,8 +15,9 @@ import pytest
 from deepspeed_compress import CompressWarning, ConfigError, cli
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
-from deepspeed_compress.integrations.launch import find_configurations, find_program, launch_command
+from deepspeed_compress.integrations.launch import LAUNCHERS, find_configurations, find_program, launch_command
 from deepspeed_compress.tools import run
+from deepspeed_compress.tools.options import add_run_arguments
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
 
@@ -472,3 +474,36 @@ def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path)
     assert logs[1]["loss"] < logs[0]["loss"]
     assert json.loads((output / "eval_results.json").read_text())["perplexity"] < 300
     assert (output / "model.safetensors").is_file()
+
+
+def test_every_launcher_can_be_chosen() -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", "--launcher", "slurm", "train.py"])
+    assert stop.value.code == 2
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    [choices] = [action.choices for action in parser._actions if action.choices]
+    assert set(choices) == LAUNCHERS.keys()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_missing_script_argument_is_a_usage_error(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", "--launcher", launcher])
+    assert stop.value.code == 2
+    assert "script" in capsys.readouterr().err.lower()
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"deepspeed": str(file)}))
+    assert list(find_configurations([str(file)])) == [file]
+    file.write_text(json.dumps({"deepspeed": str(file), "rows": "x" * 2**16}))
+    assert list(find_configurations([str(file)])) == []
+
+
+def test_a_single_rank_keeps_variables_that_are_set() -> None:
+    environment = {"MASTER_ADDR": "here"}
+    runner._become_single_rank(environment)
+    assert int(environment.pop("MASTER_PORT")) > 0
+    assert environment == {"MASTER_ADDR": "here", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

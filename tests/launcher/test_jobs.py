@@ -294,3 +294,18 @@ def test_programs_get_the_variables_of_torchrun_and_their_exit_codes_count(tmp_p
     assert "exited with code 3, like 3 starts in a row without a new step; a restart cannot help" in job.log
     assert "restart 2 of 10" in job.log
     assert "restart 3 of 10" not in job.log
+
+
+@pytest.mark.slow
+def test_two_jobs_of_one_user_do_not_interfere(tmp_path):
+    directories = [place(tmp_path / name) for name in ("one", "two")]
+    hold(directories[0], 5)
+    jobs = [Job(command(one, steps=STEPS), one / "log", **SLOWLY) for one in directories]
+    with jobs[0], jobs[1]:
+        kill_held(directories[0], jobs[0], 1, 5)
+        assert [job.wait() for job in jobs] == [0, 0], "".join(job.log for job in jobs)
+    one, two = (starts(directory, 0)[0]["env"] for directory in directories)
+    for name in ("MASTER_PORT", "DS_COMPRESS_AGENT", "DS_COMPRESS_MEMORY_DIR"):
+        assert one[name] != two[name]
+    assert result(directories[0]) == result(directories[1])
+    assert len(starts(directories[1], 0)) == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
-from deepspeed_compress.launcher.placement import Host, JobOptions, Placement, place, size_problem
+from deepspeed_compress.launcher.placement import EQUAL_FAILURES, Host, JobOptions, Placement, place, size_problem
 from deepspeed_compress.launcher.supervisor import LOST_AFTER, Supervisor
 
 
@@ -387,3 +387,48 @@ def test_a_configuration_error_ends_the_job_without_a_restart() -> None:
     assert job.last("1")["kind"] == "over"
     assert "a restart cannot help" in job.last("1")["why"]
     assert "starts in a row" not in job.last("1")["why"]
+
+
+def test_equal_failures_before_the_first_step_end_the_job_if_no_slot_is_left():
+    job = Job(restarts=9, size_problem=lambda ranks: "no")
+    job.join("1")
+    for _ in range(EQUAL_FAILURES):
+        job.fail_alone(slot=1)
+    assert job.last("1")["kind"] == "over"
+
+
+def test_failing_slots_are_dropped_before_the_job_ends():
+    job = Job(restarts=9)
+    job.join("1", slots=3)
+    for slots in ([0, 1], [0, 2]):
+        for _ in range(3):
+            assert job.last("1")["slots"] == slots
+            job.fail_alone(slot=slots[1])
+    assert job.last("1")["slots"] == [0], "fewer ranks can train, so the job continues with them"
+    for _ in range(3):
+        assert job.last("1")["kind"] == "start"
+        job.fail_alone()
+    assert job.last("1")["kind"] == "over"
+
+
+def test_counting_of_equal_failures_restarts_when_hosts_change():
+    job = Job(hosts=2, restarts=9)
+    job.join("1")
+    job.join("2")
+
+    def fail():
+        job.fail("1", steps=7, code=1)
+        job.stopped("1", "2", steps=7)
+
+    fail()
+    fail()
+    job.join("3")
+    fail()
+    assert job.last("1")["kind"] == "start"
+    job.supervisor.disconnect("3", job.now)
+    fail()
+    assert job.last("1")["kind"] == "start"
+    fail()
+    assert job.last("1")["kind"] == "start"
+    fail()
+    assert job.last("1")["kind"] == "over"

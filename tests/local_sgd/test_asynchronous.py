@@ -1,6 +1,10 @@
 """Asynchronous islands of one rank as threads, with a real parameter server that may be killed."""
 
 import contextlib
+import os
+import resource
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +23,13 @@ from deepspeed_compress.local_sgd.exchange import move_anchor
 from deepspeed_compress.local_sgd.parameter_server import server as server_module
 from deepspeed_compress.local_sgd.parameter_server.client import KEPT, PushClient
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
-from deepspeed_compress.local_sgd.parameter_server.server import Server, Service
+from deepspeed_compress.local_sgd.parameter_server.server import CHECK_INTERVAL, Server, Service
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from deepspeed_compress.local_sgd.parameter_server.store import tensors_of
 from deepspeed_compress.local_sgd.strategy import ExchangeResult, IslandRanks
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.connection import Connection, encode
 from deepspeed_compress.transport.credentials import Credentials
 from tests.support.coordinators import parameter_server
 from tests.support.islands import EXACT, INT4, NUMEL, Weights, context_of
@@ -525,3 +529,58 @@ def test_islands_with_other_settings_or_services_are_refused(server: Server, add
         CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
     with pytest.raises(ConfigError, match=r"coordinator of rounds.*start the server with --parameter-server"):
         Island(section(int(address.rpartition(":")[2])))
+
+
+def test_a_non_finite_push_is_dropped(server: Server) -> None:
+    island = Island(section(server.port))
+    island.step()
+    before = server.service.store.places[0].anchor.clone()
+    head = island.exchange._head("push", samples=SAMPLES)
+    found, _ = island.client.ask(head, torch.full((NUMEL,), float("inf")).numpy().tobytes())
+    assert found["kind"] == "dropped"
+    assert torch.equal(server.service.store.places[0].anchor, before)
+
+
+def two_ranks(server: Server) -> list[PushClient]:
+    """Return the clients of an island of two ranks that have made a call together."""
+    clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 60.0) for _ in range(2)]
+    head, _ = clients[0].ask(
+        {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
+    )
+    own = {name: head[name] for name in ("run", "number", "token")}
+    answers = []
+    for place, client in enumerate(clients):
+        answers.append(client.start({"kind": "fresh", **own, "place": place, "call": 1}))
+        if not place:
+            # The first rank waits for the second one. The server checks its connection meanwhile.
+            time.sleep(2 * CHECK_INTERVAL)
+    assert [one.result(60)[0]["kind"] for one in answers] == ["found", "found"]
+    return clients
+
+
+def test_ranks_wait_for_each_other_with_file_descriptors_above_1023(server: Server) -> None:
+    """For file descriptors above 1,023, select(2) fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with socket.socket() as some, contextlib.ExitStack() as stack:
+        while (number := os.dup(some.fileno())) < 1100:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        for client in two_ranks(server):
+            client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_stopping_a_server_does_not_wait_for_clients() -> None:
+    with parameter_server() as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(transport(server))
+        for client in two_ranks(server):
+            stack.callback(client.close)
+        half = stack.enter_context(transport(server))
+        half._write(memoryview(encode({"kind": "push"}, 0)[:20]))
+        begun = time.monotonic()
+        server.stop()
+        until(lambda: server.service._file is None and server._server._listener.fileno() < 0)
+        assert time.monotonic() - begun < 15

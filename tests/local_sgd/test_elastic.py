@@ -17,7 +17,7 @@ from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.config import Islands
-from deepspeed_compress.errors import IslandError
+from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.anchors import AnchorServer, SharedAnchor
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, status
 from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
@@ -431,3 +431,10 @@ def test_no_anchor_is_served_while_a_checkpoint_is_loaded(address: str) -> None:
     island.exchange.resume({"run": "other", "number": 3, "version": 40}, 1, 8)
     assert island.exchange.shared_anchor.copy(1) is not None
     island.end()
+
+
+def test_an_island_with_other_settings_is_refused(address: str) -> None:
+    first = Island(section(address), 0.0)
+    with pytest.raises(ConfigError, match="minimum is 2, that of the others 1"):
+        Island(section(address, minimum=2), 0.0)
+    first.end()

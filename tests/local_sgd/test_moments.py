@@ -119,3 +119,24 @@ def test_an_island_that_has_not_stepped_yet_is_excluded() -> None:
     seen = torch.ones(4)
     moments([seen]).start(with_others((torch.zeros(1), 0.0)), 1.0).apply()
     assert seen.tolist() == [1.0] * 4
+
+
+def test_blocks_that_are_zero_in_all_islands_stay_zero() -> None:
+    view = torch.tensor([0.0, 5.0])
+    moments([view], 1).start(with_others((torch.tensor([0.0, 0.0]), 1.0)), 0.0).apply()
+    assert view.tolist() == [0.0, 5.0]
+
+
+def test_nothing_changes_if_no_island_contributes() -> None:
+    view = torch.rand(9)
+    before = view.clone()
+    moments([view]).start(with_others((torch.zeros(3), 0.0)), 0.0).apply()
+    assert torch.equal(view, before)
+
+
+def test_equal_islands_change_at_most_the_last_bit() -> None:
+    view = torch.rand(1000) * 1e-12
+    before = view.clone()
+    own = moments([view], 128)
+    own.start(with_others((own.sums()[0], 1.0)), 1.0).apply()
+    torch.testing.assert_close(view, before, rtol=3e-7, atol=0.0)

@@ -4,7 +4,9 @@ import copy
 import errno
 import json
 import random
+import re
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.local_sgd.parameter_server import snapshot
+from deepspeed_compress.local_sgd.parameter_server.messages import FROM_ISLANDS
 from deepspeed_compress.local_sgd.parameter_server.server import Answer, Service
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from deepspeed_compress.local_sgd.parameter_server.store import Records, tensors_of
@@ -388,3 +391,54 @@ def test_a_damaged_file_is_refused_by_name(directory: Path, damage: str) -> None
         Service(Snapshot(path), print)
     # The file is released.
     Snapshot(path).close()
+
+
+MISSING = object()
+
+
+PUSH = {"kind": "push", "run": "a", "number": 0, "place": 0, "call": 1, "samples": 8, "token": "secret"}
+SEED = {**PUSH, "kind": "seed", "claim": 0, "shapes": {"weight": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({**PUSH, "place": MISSING}, "push: place is missing"),
+        ({**PUSH, "place": "0"}, "push: place is '0': Input should be a valid integer"),
+        (SEED | {"layout": [["weight", 0]]}, "seed: layout.0.2 is missing"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named_without_the_rest_of_the_call(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)) as raised:
+        FROM_ISLANDS.read({name: value for name, value in given.items() if value is not MISSING})
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
+
+
+def records_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Write a file with changed records."""
+
+    def damage(path: Path) -> None:
+        tensors, about = load_file(path), _about(path)
+        records = json.loads(about["records"])
+        change(records)
+        save_file(tensors, path, {**about, "records": json.dumps(records)})
+
+    return damage
+
+
+def test_records_of_wrong_types_are_refused_by_name(directory: Path) -> None:
+    path = trained(directory)
+    whole, rng, refused = path.read_bytes(), random.Random(7), []
+    for _ in range(400):
+        path.write_bytes(whole)
+        try:
+            records_with(lambda records: change(records, rng))(path)
+        except ValueError:
+            # JSON cannot represent this value.
+            continue
+        try:
+            Service(Snapshot(path), print).close()
+        except StateError as error:
+            refused.append(f"{error}")
+    assert len(refused) > 200
+    assert all("copy is damaged" in line for line in refused)

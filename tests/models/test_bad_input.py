@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, expand, parse_section
 from deepspeed_compress.errors import CompressError, ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_model, build_parallel, check_layout, read_model_config
 from deepspeed_compress.models.sources import build_skeleton, open_source
@@ -214,3 +214,24 @@ def test_a_damaged_directory_is_refused_for_a_whole_model(damaged: tuple[Path, s
     directory, _ = damaged
     with pytest.raises(ConfigError, match=f"^--model {directory}"):
         build_model(directory, read_model_config(directory), SEED)
+
+
+def test_the_head_count_of_gpt2_is_checked(tmp_path: Path) -> None:
+    config = read_model_config(write_config(tmp_path, "gpt2"))
+    with pytest.raises(ConfigError, match=r"/tensor: 3 does not divide .*heads 4 \(allowed: its divisors\)"):
+        check_layout(config, Layout(tensor=3))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pipeline_with_partitioned_gradients_is_refused(stage: int) -> None:
+    config = ds_config(pipeline=2)
+    for both in (ds_config(pipeline=2, zero_stage=stage), config | {"zero_optimization": {"stage": stage}}):
+        with pytest.raises(ConfigError, match=rf"stage.*: {stage} cannot be combined with .*/pipeline: 2 .* 0, 1\)"):
+            expand(both, parse_section(both))
+
+
+@pytest.mark.parametrize("text", ["{", '{"a":' * 100_000], ids=["truncated", "nested too deeply"])
+def test_a_config_that_cannot_be_parsed_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--model .*config\.json: not JSON: .* Write the config\.json"):
+        read_model_config(tmp_path)

@@ -16,7 +16,7 @@ from deepspeed_compress.model_families import FAMILIES, modules_of
 from deepspeed_compress.models import Layout, build_model, build_parallel, read_model_config, whole_logits
 from deepspeed_compress.models.pipeline import next_token_loss, pipeline_layers
 from tests.models.families import MODELS, padded, random_tokens, save_model
-from tests.models.runs import SEED
+from tests.models.runs import SEED, Run, finish, start
 from tests.support.forks import run_forks
 
 SAMPLED = pytest.mark.sampled(4)
@@ -113,3 +113,32 @@ def apply(layer: Any, hidden: Any) -> Any:
         return layer(hidden)
     module = layer.build()
     return module(hidden) if layer.forward_fn is None else layer.forward_fn(module, hidden)
+
+
+def output_of_pipeline(engine: Any, side: str) -> Output | None:
+    """Return the output of a pipeline; None on ranks that do not compute logits."""
+    tokens, mask, labels = inputs_for(side)
+    inputs = tokens if mask is None else (tokens, mask)
+    engine.reset_activation_shape()
+    loss, logits = engine.eval_batch(iter([(inputs, labels)]), return_logits=True)
+    return None if logits is None else (float(loss), logits.numpy())
+
+
+def in_stages(rank: int, *paths: Path) -> list[dict[str, Output | None]]:
+    seen = []
+    for path in paths:
+        engine = start(Run(path, Layout(pipeline=2)))
+        seen.append({side: output_of_pipeline(engine, side) for side in SIDES})
+        finish(engine)
+    return seen
+
+
+@SAMPLED
+@pytest.mark.parametrize("family", MODELS)
+def test_two_pipeline_stages_compute_the_same_bits(family: str, saved: Saved) -> None:
+    paths = [saved[family, tied] for tied in TIED]
+    _, last = run_forks(2, in_stages, *paths)
+    for path, seen in zip(paths, last, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for side in SIDES:
+            check(seen[side], model, side, tolerance=0.0)

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,42 @@ def test_the_written_configuration_has_no_secrets(tmp_path: Path) -> None:
     write_configuration(Journal(str(tmp_path)), {"comet": {"api_key": "abc"}, "train_batch_size": 4})
     text = (tmp_path / "ds_config.json").read_text()
     assert json.loads(text) == {"comet": {"api_key": "***"}, "train_batch_size": 4}
+
+
+def test_several_writers_append_lines_that_are_readable_at_once(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "run"
+    for step in (1, 2, 3):
+        StatisticsWriter(Journal(str(directory), "run"), None).write(replace(STATISTICS, step=step))
+        assert [json.loads(line)["step"] for line in lines(directory)] == list(range(1, step + 1))
+
+
+def test_without_a_directory_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    StatisticsWriter(Journal(None), None).write(STATISTICS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("last", ["", '{"step": 1}\n', '{"step": 1, "run": 3}\n', "?\n", '"text"\n', None])
+def test_a_run_keeps_its_id_if_no_previous_run_is_found(last: str | None, tmp_path: Path) -> None:
+    if last is not None:
+        (tmp_path / "compression.jsonl").write_text(last)
+    journal = Journal(str(tmp_path), "own")
+    journal.adopt(None)
+    assert journal.part.id == "own"
+
+
+def test_an_unwritable_file_leads_to_one_warning_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    journal = Journal(str(tmp_path / "file" / "run"), "run")
+    with pytest.warns(CompressWarning, match="monitor/path.*cannot be written") as caught:
+        write_all(journal, 1, 2)
+    write_configuration(journal, {})
+    assert len(caught) == 1
+
+
+def test_a_deleted_directory_is_created_again(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "run"), "run")
+    write_all(journal, 1)
+    shutil.rmtree(tmp_path / "run")
+    write_all(journal, 2)
+    assert [line["step"] for line in read(tmp_path / "run")] == [2]

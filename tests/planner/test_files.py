@@ -61,3 +61,10 @@ def test_the_command_finds_the_files_from_the_project() -> None:
         in trainer
     )
     assert trainer.endswith("--bf16 True --gradient_checkpointing True")
+
+
+def test_a_gpu_without_bf16_trains_in_fp16() -> None:
+    kinds = {
+        gpu: ds_config(Layout(1, 1, 8, 1, 1, 1), job(f"8x{gpu}", "1gbit").cluster) for gpu in ("V100", "A100", "CPU")
+    }
+    assert [[name for name in ("bf16", "fp16") if name in one] for one in kinds.values()] == [["fp16"], ["bf16"], []]

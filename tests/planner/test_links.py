@@ -59,3 +59,16 @@ def test_stages_that_share_a_node_leave_its_cards_to_the_last() -> None:
     assert 8 * alone.outside == 2 * whole.outside == 2e9
     assert alone.inside == 0.75e9
     assert 4 * alone.seconds == pytest.approx(whole.seconds, rel=1e-3)
+
+
+def test_rings_of_many_ranks_wait_for_hops_and_trees_for_few() -> None:
+    large = links("10240xA100", "8x200gbit")
+    group = large.group(10240, 1)
+    assert large.gather(1e6, group).seconds > 0.02
+    assert large.reduce(1e6, group).seconds < 0.1 * large.gather(1e6, group).seconds
+
+
+def test_inside_a_node_the_network_is_not_used() -> None:
+    message = links("8xA100").reduce(1e9, links().group(8, 1))
+    assert message.link == "NVLink"
+    assert message.seconds == pytest.approx(2 * 7 / 8 * 1e9 / (300e9 * Constants().link), rel=0.02)

@@ -95,3 +95,12 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="--constants"):
         read_constants(file, "CPU")
+
+
+def test_constants_must_be_positive(measured: Measured, tmp_path: Path) -> None:
+    found = measured.to_json()
+    found["constants"]["matmul"] = 0
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="positive number"):
+        read_constants(file, "CPU")

@@ -149,3 +149,13 @@ def test_usual_sizes_have_the_parameters_of_their_names(name: str) -> None:
     model = read_model(Path(name.lower()))
     assert model.parameters == pytest.approx(float(name[:-1]) * 1e9, rel=0.25)
     assert model.heads * model.head_size == model.hidden
+
+
+def test_experts_that_a_token_does_not_use_take_no_time(tmp_path: Path) -> None:
+    """Mixtral uses 12.9 of its 46.7 billion parameters."""
+    assert model(MIXTRAL, tmp_path).flops_per_token(1) == pytest.approx(6 * 12.7e9, rel=0.02)
+
+
+def test_a_cluster_describes_itself() -> None:
+    assert str(read_cluster("4x4090", "1gbit", 1)) == "4 4090 in 4 nodes of 1, 1 Gbit/s per node"
+    assert str(read_cluster("4xH100", "1gbit")) == "4 H100 in 1 node of 4"

@@ -29,7 +29,7 @@ def test_one_v100_trains_13b_parameters_with_states_on_its_host() -> None:
 
 @pytest.mark.parametrize(("offload", "of_gpu", "of_host"), [("none", 16, 0), ("optimizer", 2, 16), ("all", 0, 18)])
 def test_gpus_keep_what_hosts_do_not(offload: Offload, of_gpu: int, of_host: int) -> None:
-    """Bytes of a parameter: weights and gradients in bf16, two moments and master weights in fp32; hosts add up fp32 gradients."""
+    """Weights and gradients have 2 bytes, moments and master weights 12, and gradients on a host 4."""
     found = predictor().predict(layout(zero=3, offload=offload))
     assert found.memory.states == pytest.approx(of_gpu * LLAMA_7B.parameters / 64)
     assert found.memory.host == pytest.approx(of_host * LLAMA_7B.parameters / 64)

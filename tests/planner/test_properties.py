@@ -87,3 +87,16 @@ def test_attention_counts_half_of_the_pairs() -> None:
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     pairs = 32 * 12 * 4096 * 2048 / 2
     assert LLAMA_7B.flops_per_token(2048) == 6 * weights + pairs
+
+
+def test_more_memory_never_takes_longer() -> None:
+    gpus = [replace(SMALL.cluster.gpu, memory=size) for size in (2e10, 4e10, 1.6e11)]
+    assert falls(days([replace(SMALL, cluster=replace(SMALL.cluster, gpu=gpu)) for gpu in gpus]))
+
+
+def test_the_order_does_not_depend_on_what_was_predicted_before() -> None:
+    first, second = (search(SMALL) for _ in range(2))
+    assert [one.layout for one in first.candidates] == [one.layout for one in second.candidates]
+    for one in first.candidates:
+        alone = SMALL.candidate(SMALL.predictor().predict(one.layout))
+        assert alone.days == pytest.approx(one.days, rel=1e-12)

@@ -91,3 +91,20 @@ def test_ten_thousand_gpus_take_seconds() -> None:
     plan = search(job("10240xH100", "8x400gbit", LLAMA_70B, batch=10240))
     assert plan.candidates
     assert time.process_time() - start < 10
+
+
+def test_one_node_needs_neither_islands_nor_many_bits_saved() -> None:
+    plan = search(job("8xA100", "100gbit", batch=256))
+    plain = min(one.days for one in plan.candidates if not one.layout.compressed)
+    assert plan.candidates[0].layout.islands == 1
+    assert plan.candidates[0].days > 0.97 * plain
+
+
+def test_islands_are_kept_apart() -> None:
+    """They train in another way, so they are never the answer to a question that did not ask for them."""
+    plan = search(job("16xA100", "10gbit", batch=256))
+    assert plan.islands
+    assert {one.layout.islands for one in plan.candidates} == {1}
+    assert plan.islands[0].days < plan.candidates[0].days
+    assert plan.recommended.layout.islands == 1
+    assert not [one for one in plan.islands if one.layout.islands == 1]

@@ -42,3 +42,8 @@ def test_both_ends_have_a_tied_embedding() -> None:
     assert first.parameters == 3 * TOY.layer_parameters + (4096 + 256) * 128
     [alone] = stages(TOY, pipeline(1))
     assert (alone.parameters, alone.tied) == (TOY.parameters, 0)
+
+
+def test_tensor_ranks_share_a_stage() -> None:
+    whole, half = (stages(LLAMA_7B, pipeline(2, tensor=size))[0] for size in (1, 2))
+    assert whole.parameters == 2 * half.parameters

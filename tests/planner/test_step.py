@@ -149,3 +149,29 @@ def test_islands_lose_less_in_larger_models() -> None:
 
 def test_the_critical_batch_grows_with_the_data() -> None:
     assert 10e6 < critical_batch(300e9) < 30e6
+
+
+def test_a_single_message_cannot_hide() -> None:
+    small = predictor(model=TOY)
+    [gathered] = [one for one in small.predict(layout(zero=3, data=64)).terms if one.name == "gathered weights"]
+    assert gathered.seconds == gathered.busy
+
+
+def test_islands_divide_the_bytes_by_the_steps_between_exchanges() -> None:
+    often, rarely = (predictor().predict(layout(zero=1, islands=8, sync_every=every)) for every in (10, 30))
+    assert seconds(often, "islands") == pytest.approx(3 * seconds(rarely, "islands"))
+
+
+def test_the_last_stage_is_the_fullest_if_its_logits_are() -> None:
+    """The first stage keeps more activations, unless they are computed again."""
+    few, many = (replace(LLAMA_70B, vocab=vocab) for vocab in (32000, 512000))
+    one = layout(tensor=8, data=2, pipeline=4, accumulation=1, recompute="full", engine="megatron")
+    logits = [predictor(model=model).memory(one).logits for model in (few, many)]
+    assert logits[0] == 0.0 < logits[1]
+
+
+def test_cpus_hold_everything_in_fp32() -> None:
+    states = [predictor("64xCPU").memory(layout(zero=zero)).states / LLAMA_7B.parameters for zero in range(4)]
+    assert states == pytest.approx([16, 8.25, 4.31, 0.375], rel=0.01)
+    half, full = (predictor(gpus).memory(layout(zero=3)) for gpus in ("64xA100", "64xCPU"))
+    assert 1.5 * half.activations < full.activations <= 2 * half.activations

@@ -405,3 +405,7 @@ def test_sections_that_cannot_adapt_are_refused(raw: dict[str, Any], place: str,
     [problem] = find_problems({SECTION: raw})
     assert problem.pointer.endswith(place)
     assert words in problem.message
+
+
+def test_the_first_of_equal_patterns_is_saved() -> None:
+    assert loaded(chosen(3, 2, 0, groups=["embed", "."]), groups=["embed", "."])._choice.gradients[:2] == (3, 2)

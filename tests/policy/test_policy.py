@@ -511,3 +511,9 @@ def test_weights_have_their_own_phases() -> None:
 def test_impossible_phases_of_weights_are_refused(section: dict[str, Any], stage: int, place: str) -> None:
     problems = find_problems({SECTION: section, "zero_optimization": {"stage": stage}})
     assert [problem.pointer for problem in problems] == [place]
+
+
+def test_observations_without_figures_change_nothing() -> None:
+    run = Run()
+    run.observe(50, loss=None, norm=None)
+    assert not run.events

@@ -11,6 +11,7 @@ import json
 import random
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -162,3 +163,13 @@ def _series(rng: random.Random, templates: Sequence[Message], most: int) -> Iter
         yield _frame(json.dumps(template).encode())
     for _ in range(min(most, rng.randrange(1, 20))):
         yield frames_of(rng, templates)
+
+
+def flood(connection: Connection, frame: bytes, seconds: float) -> int:
+    """Send `frame` for `seconds` as fast as possible, without reading answers. Return how many were sent."""
+    end, sent = time.monotonic() + seconds, 0
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
+            connection.send_encoded(frame)
+            sent += 1
+    return sent

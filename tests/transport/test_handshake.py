@@ -7,6 +7,7 @@ from deepspeed_compress.transport.errors import (
     AuthenticationError,
     OtherServiceError,
     ProtocolError,
+    ServerBusyError,
 )
 from deepspeed_compress.transport.handshake import Steps, client_steps, server_steps
 
@@ -126,3 +127,15 @@ def test_another_protocol_is_named() -> None:
     next(server)
     with pytest.raises(ProtocolError, match="it is a different program"):
         server.send(b"GET / HTTP/1.1\r\n".ljust(64))
+
+
+def test_every_handshake_differs() -> None:
+    sent = [Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)).sent for _ in range(2)]
+    assert all(first != second for first, second in zip(*sent, strict=True))
+
+
+def test_a_full_server_raises_server_busy() -> None:
+    result = Handshake(client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: False))
+    assert {name: type(one) for name, one in result.errors.items()} == dict.fromkeys(
+        ("client", "server"), ServerBusyError
+    )

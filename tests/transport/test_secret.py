@@ -1,6 +1,11 @@
 """Sources of the secret, and files that are refused."""
 
+import ast
+import os
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,9 +14,12 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.transport.credentials import (
     SECRET,
     SECRET_FILE,
+    TLS_AUTHORITY,
+    TLS_CERTIFICATE,
     find_secret,
     pass_on,
 )
+from tests.support.transport import make_certificates
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +105,41 @@ def test_child_processes_get_the_path_instead_of_the_secret(home: Path) -> None:
     chosen = {SECRET: "0011223344556677"}
     pass_on(chosen)
     assert chosen == {SECRET: "0011223344556677"}
+
+
+def test_concurrent_threads_create_one_secret(home: Path) -> None:
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(find_secret().key)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16
+    assert len(set(found)) == 1
+
+
+def test_the_repr_hides_the_secret(home: Path) -> None:
+    assert find_secret().key.decode() not in repr(find_secret())
+
+
+PROGRAM = """
+import os
+print({name: os.environ.get(name) for name in sorted(os.environ) if name.startswith("DS_COMPRESS_")})
+"""
+
+
+def test_run_passes_the_path_and_certificates_to_its_program(home: Path) -> None:
+    program, files = home / "program.py", make_certificates(home)
+    program.write_text(PROGRAM)
+    options = ["--launcher", "none", "--tls-certificate", files["member"], "--tls-authority", files["authority"]]
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_compress.cli", "run", *options, str(program)],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert shown[SECRET_FILE] == str(home / ".deepspeed_compress" / "secret")
+    assert SECRET not in shown
+    assert (shown[TLS_CERTIFICATE], shown[TLS_AUTHORITY]) == (files["member"], files["authority"])

@@ -367,3 +367,57 @@ def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
 def test_a_host_without_an_address_is_named() -> None:
     with pytest.raises(OSError, match=r"the host 'no host' to listen at has no address"):
         Server(SERVICE, lambda connection: None, "no host", 0, CREDENTIALS)
+
+
+def test_a_connection_survives_a_receive_timeout() -> None:
+    with serving() as server, connected(server) as there:
+        assert there.receive(0.05) is None
+        there.send({"kind": "x"})
+        assert there.receive(60) == {"kind": "x"}
+
+
+def test_arrived_returns_all_waiting_messages() -> None:
+    with serving() as server, connected(server) as there:
+        assert there.arrived(0.01) == []
+        for number in range(3):
+            there.send({"kind": "x", "number": number})
+        found: list[int] = []
+        until(lambda: bool(found.extend(one["number"] for one in there.arrived(0.1)) or len(found) == 3))
+        assert found == [0, 1, 2]
+
+
+PAUSE = 0.05
+
+
+def trickle(connection: Connection, data: bytes) -> None:
+    for byte in data:
+        connection._channel.write(memoryview(bytes([byte])), time.monotonic() + 60)
+        time.sleep(PAUSE)
+
+
+def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head() -> None:
+    with serving(limits=Limits(patience=0.5)) as server:
+        there = connected(server)
+        begun, frame = time.monotonic(), encode({"kind": "x" * 500})
+        with pytest.raises(OSError, match=ENDED):
+            trickle(there, frame)
+        assert time.monotonic() - begun < PAUSE * len(frame)
+        there.close()
+
+
+def test_connecting_to_a_silent_listener_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            connect(f"127.0.0.1:{port}", SERVICE, CREDENTIALS, timeout=0.2)
+        assert time.monotonic() - begun < 5, "the default timeout"
+
+
+def test_both_sides_check_the_authority(tmp_path) -> None:
+    """A client refuses a server whose certificate is from another authority."""
+    files = make_certificates(tmp_path)
+    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
+    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
+    with serving(credentials=elsewhere) as server, pytest.raises(AuthenticationError, match="one authority"):
+        connected(server, member)

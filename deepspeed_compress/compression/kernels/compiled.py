@@ -113,4 +113,6 @@ def _build(path: Path) -> None:
             build_directory=directory,
             is_python_module=False,
         )
-        os.replace(Path(directory) / "deepspeed_compress_kernels.so", path)
+        built = Path(directory) / "deepspeed_compress_kernels.so"
+        built.chmod(0o755)  # whatever the umask, no other user may change what is loaded
+        os.replace(built, path)

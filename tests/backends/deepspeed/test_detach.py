@@ -10,11 +10,12 @@ import deepspeed
 import pytest
 
 import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.norms import _kind
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
 from tests.support.messages import refusal
-from tests.support.methods import RAW
+from tests.support.methods import RAW, UNCLIPPED
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -136,3 +137,17 @@ def test_engines_that_divide_the_job_leave_no_sockets_open(division: dict[str, A
 def test_engines_that_save_in_the_background_leave_no_sockets_open() -> None:
     for first, *others in run_forks(2, open_files, Job(1, {"checkpointing": {}}, steps=2)):
         assert others == [first] * 3
+
+
+def guard_again(rank: int) -> tuple[str, str, bool]:
+    """Return the norm watchers before and after attaching again, and whether the optimizer still has `overflow`."""
+    engine = start(Job(0, {"gradients": GRADIENTS, "guard": {}}, extra=UNCLIPPED, steps=2))
+    before = _kind(engine)
+    run(engine, data(rank, Job(steps=2)))
+    deepspeed_compress.detach(engine)
+    deepspeed_compress.attach(engine)
+    return before, _kind(engine), hasattr(engine.optimizer, "overflow")
+
+
+def test_a_guard_watches_again() -> None:
+    assert run_forks(2, guard_again) == [("plain", "plain", False)] * 2

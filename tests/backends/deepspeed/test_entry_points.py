@@ -278,3 +278,13 @@ def refused_on_one_rank(rank: int) -> str:
 
 def test_what_one_rank_refuses_all_ranks_refuse() -> None:
     assert run_forks(2, refused_on_one_rank) == ["this stage cannot"] * 2
+
+
+def test_override_that_matches_nothing_warns():
+    section = {"gradients": {"overrides": [{"parameters": "no_such_layer", "method": "none"}]}}
+    texts = run_forks(2, warned, Job(section=section))[0]
+    assert any("/deepspeed_compress/gradients/overrides/0/parameters" in text for text in texts)
+
+
+def test_every_seam_exists_in_the_installed_version():
+    seams.check_version(deepspeed.__version__)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.errors import CompressWarning, StateError
+from tests.backends.deepspeed import network_rank as language
 from tests.support.faults import FAULT, GUARD, Disturb, Story, exploding, live, live_on, not_a_number, poison, train_one
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, own_data, run, start, steady_data, train, weights
@@ -257,3 +258,38 @@ def test_checkpoints_that_were_deleted_are_passed_over(deleted: list[str], step:
         assert reached == step
         assert f"/deepspeed_compress/guard/rollback/checkpoint: {tmp_path / deleted[0]}" in text
         assert text.endswith("to the checkpoint before") == (step == 1)
+
+
+def hot(engine: Any, rank: int, step: int) -> float:
+    """Multiply the learning rate by 100 for 20 steps."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1.0 if FAULT <= step < FAULT + 20 else 1e-2
+    return 1.0
+
+
+@pytest.mark.parametrize("kind", ["zero 0", "zero 2", "zero 3"])
+def test_training_survives_a_learning_rate_that_explodes(kind: str) -> None:
+    story = both(KINDS[kind], hot)
+    assert any(" anomaly " in event for event in story.events)
+
+
+def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
+    """Train a small GPT on predictable sequences. Return the final held-out loss and the events."""
+    engine = language.start(GUARDED, width=128)
+    for step in range(200):
+        language.train(engine, step, 4, disturb(engine, rank, step))
+    return language.evaluate(engine), [str(event) for event in engine.compression.events]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_language_model_ends_within_one_per_cent_of_undisturbed_training() -> None:
+    ends = {}
+    for fault in (nothing, poison, poison_nan, not_a_number):
+        (loss, events), (_, same) = run_forks(2, learn, fault, timeout=600)
+        assert events == same
+        assert bool(events) == (fault is not nothing)
+        ends[fault.__name__] = loss
+    print(ends)
+    for loss in ends.values():
+        assert loss == pytest.approx(ends["nothing"], rel=0.01)

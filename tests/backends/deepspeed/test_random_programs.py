@@ -39,3 +39,12 @@ def check(stage: int, drawn: list) -> None:
 @given(data=st.data())
 def test_random_programs(stage, data):
     check(stage, data.draw(st.lists(programs(stage), min_size=5, max_size=5)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@settings(in_lists, max_examples=3)
+@given(data=st.data())
+def test_many_random_programs(stage, data):
+    check(stage, data.draw(st.lists(programs(stage), min_size=10, max_size=10)))

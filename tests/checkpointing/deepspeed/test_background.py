@@ -26,6 +26,7 @@ from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.checkpointing.deepspeed.engine_files import DirectFile
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
+from deepspeed_compress.checkpointing.snapshot import Memory
 from deepspeed_compress.safe_files import hold
 from deepspeed_compress.tools.checkpoint import convert_to_universal
 from tests.support.forks import RankError, run_forks
@@ -634,3 +635,175 @@ def test_a_removed_checkpoint_causes_a_warning_and_the_previous_one_is_loaded(tm
     for tag, warned in run_forks(2, lose_what_latest_names, str(tmp_path)):
         assert tag == "0"
         assert len(warned) == 1
+
+
+def test_nothing_is_left_of_a_checkpoint_that_a_rank_could_not_write(tmp_path):
+    (tmp_path / "full").write_text("zero_pp_rank_1.*tmp")
+    (texts, found), _ = run_forks(2, train_on_a_full_disk, str(tmp_path / "checkpoints"), 2)
+    assert sum("is not saved: rank 1: OSError: [Errno 28]" in text for text in texts) == 2
+    assert found == [(3, True), (4, True)]
+    assert not (tmp_path / "checkpoints" / "global_step1").exists()
+
+
+def save_one_tag_again(rank: int, directory: str) -> tuple[list[str], list[tuple]]:
+    """Save a tag twice on a full disk, and once more while it is not full."""
+    flag = Path(directory).with_name("full")
+    with full_disk(flag), caught_warnings() as texts:
+        engine = start(job(1))
+        for number in range(3):
+            if number == 2:
+                dist.barrier()
+                flag.unlink(missing_ok=True)
+                dist.barrier()
+            engine.save_checkpoint(directory, tag="last")
+            engine.compression.saving.wait()
+    engine.destroy()
+    return texts, [(found.tag, found.complete) for found in CheckpointDirectory(Path(directory)).checkpoints()]
+
+
+def test_a_tag_is_saved_again_after_a_full_disk(tmp_path):
+    (tmp_path / "full").write_text("zero_pp_rank_1.*tmp")
+    (texts, found), _ = run_forks(2, save_one_tag_again, str(tmp_path / "checkpoints"))
+    assert sum("is not saved: rank 1: OSError: [Errno 28]" in text for text in texts) == 2
+    assert found == [("last", True)]
+
+
+def run_out_of_memory(rank: int, directory: str) -> list:
+    one = job(1)
+    batches, engine = data(rank, one), start(one)
+    if rank:
+        engine.compression.saving._queues[0]._free = [Full(), Full()]
+    with caught_warnings() as texts:
+        run(engine, batches[:2])
+        engine.save_checkpoint(directory)
+        run(engine, batches[2:])
+        engine.compression.saving.wait()
+    engine.destroy()
+    return texts
+
+
+class Full(Memory):
+    """Memory of a host without any space left."""
+
+    def reserve(self, size: int) -> None:
+        raise OSError("no space left")
+
+
+def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
+    for warned in run_forks(2, run_out_of_memory, str(tmp_path)):
+        assert any("rank 1: OSError: no space left" in text for text in warned)
+    assert not (tmp_path / "latest").exists()
+
+
+def save_much_of_the_program(rank: int, directory: str) -> bool:
+    """Return whether the first checkpoint was complete once the second had been sent to the writer."""
+    released = hold_the_disk(directory)
+    engine, batches = start(job(1)), data(rank, job())
+    # A rank that waits for the first checkpoint finds it complete in the end.
+    threading.Timer(60.0, released.touch).start()
+    for step in (0, 1):
+        run(engine, batches[step : step + 1])
+        engine.save_checkpoint(directory, client_state={"seen": bytes(600_000)})
+    engine.compression.saving.before_step()
+    before = Path(directory, "latest").exists()
+    dist.barrier()
+    released.touch()
+    engine.destroy()
+    return before
+
+
+def test_training_does_not_wait_for_state_that_the_program_adds(tmp_path):
+    """The writer process reads the message about the second checkpoint only after it has written the first, and the
+    message is larger than the buffer of their connection."""
+    assert run_forks(2, save_much_of_the_program, str(tmp_path)) == [False, False]
+    found = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert found["seen"] == bytes(600_000)
+
+
+def save_a_late_class(rank: int, directory: str) -> list[str]:
+    """Return the warnings about a checkpoint with an object that the writer process does not know."""
+    engine = start(job(1))
+    globals()["Late"] = type("Late", (), {"__module__": __name__})
+    with caught_warnings() as texts:
+        engine.save_checkpoint(directory, client_state={"late": globals()["Late"]()})
+        engine.compression.saving.wait()
+    return texts
+
+
+def test_a_class_that_is_newer_than_the_engine_is_named(tmp_path):
+    for texts in run_forks(2, save_a_late_class, str(tmp_path)):
+        assert any("test_background.Late became known after the engine was made" in text for text in texts)
+
+
+def save_late(rank: int, directory: str) -> list[str]:
+    """Return the problems of a checkpoint in a directory that a later start has claimed."""
+    engine = start(job())
+    run(engine, data(rank, job())[:1])
+    claim = CheckpointDirectory(Path(directory, "global_step1"), "0" * 32)
+    if rank == 0:
+        claim.path.mkdir(parents=True)
+        claim.claim()
+    engine.save_checkpoint(directory)
+    engine.compression.saving.wait()
+    with suppress(StateError):
+        claim.check()
+        return ["the former start may write"]
+    engine.destroy()
+    return list(find_problems(claim.path))
+
+
+def test_a_new_start_takes_over_the_tag_of_a_former_one(tmp_path):
+    assert run_forks(2, save_late, str(tmp_path)) == [[], []]
+
+
+def go_elsewhere(rank: int, directory: str) -> list[str]:
+    os.chdir(Path(directory, "first"))
+    engine, batches = start(job(every=2, directory="own", keep=1)), data(rank, job())
+    os.chdir(Path(directory, "second"))
+    run(engine, batches[:2])
+    engine.save_checkpoint("asked for")
+    engine.compression.saving.wait()
+    engine.destroy()
+    return [str(found.relative_to(directory)) for found in sorted(Path(directory).rglob("latest"))]
+
+
+def test_relative_directories_are_those_of_the_program(tmp_path):
+    """The directory in the section is relative to the directory in which the engine was made."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    expected = ["first/own/latest", "second/asked for/latest"]
+    assert run_forks(2, go_elsewhere, str(tmp_path)) == [expected, expected]
+
+
+def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[str]]:
+    """Save tags of several parts next to those of `every`, and return the step and the warnings."""
+    os.environ["DS_COMPRESS_MEMORY_DIR"] = f"{directory}/memory"
+    one = job(1, directory=directory, every=4, keep=1, resume=resumed, memory={"every": 1})
+    with caught_warnings() as texts:
+        engine = start(one)
+        step = int(engine.global_steps)
+        if not resumed:
+            for epoch, batch in enumerate(data(rank, one)[:3]):
+                run(engine, [batch])
+                engine.save_checkpoint(directory, tag=f"epoch/{epoch}")
+        engine.compression.saving.wait()
+    engine.destroy()
+    return step, [text for text in texts if "is loaded" in text]
+
+
+def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
+    """Checkpoints in memory have tags of one part, because only `every` saves there."""
+    run_forks(2, save_by_epoch, str(tmp_path), False)
+    shutil.rmtree(tmp_path / "memory")
+    assert (tmp_path / "latest").read_text() == "epoch/2"
+    next((tmp_path / "epoch" / "2").glob("*model_states.pt")).unlink()
+    for step, [warning] in run_forks(2, save_by_epoch, str(tmp_path), True):
+        assert step == 2
+        assert warning.endswith(f"{tmp_path}/epoch/1 is loaded")
+
+
+def test_a_converted_checkpoint_whose_tag_has_several_parts_is_found(tmp_path):
+    run_forks(2, save_and_convert, str(tmp_path), 2, "epoch/1")
+    assert (tmp_path / "latest_universal").read_text() == "epoch/1_universal"
+    assert not (tmp_path / "epoch" / "latest_universal").exists()
+    assert run_forks(2, resume_universal, str(tmp_path), 1) == [(2, 3, True)] * 2

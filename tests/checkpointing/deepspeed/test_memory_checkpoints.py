@@ -5,13 +5,15 @@ import random
 import resource
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+import deepspeed_compress
+from deepspeed_compress import StateError
 from deepspeed_compress.checkpointing.completeness import VERSION, FileList, list_paths
 from deepspeed_compress.checkpointing.deepspeed import recovery
 from deepspeed_compress.checkpointing.deepspeed.recovery import Candidate
@@ -19,7 +21,7 @@ from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
 from tests.support.kills import STEP_SECONDS, Kill
-from tests.support.messages import caught_warnings
+from tests.support.messages import caught_warnings, refusal
 
 GRADIENTS = {"bits": 4, "block_size": 32}
 
@@ -288,3 +290,24 @@ def test_a_host_that_cannot_list_the_files_it_has_received_tells_the_others(tmp_
     failed = recovery._fetch([], Candidate(tmp_path, "gone"), SimpleNamespace(leads=True), {0: listed})
     assert len(failed) == 1
     assert f"{tmp_path / 'gone'}: [Errno 2]" in failed[0]
+
+
+def groups_left_behind(rank: int, root: str, problem: str) -> tuple[str, int]:
+    """Return the error of an engine that gets no host memory, and the number of process groups that it leaves."""
+    plan = Plan(root, hosts=2, copies=1)
+    place = plan.directory(rank)
+    if problem == "directory":
+        place.touch()
+    os.environ |= {"DS_COMPRESS_MEMORY_DIR": str(place), "DS_COMPRESS_HOSTS": '["127.0.0.1"]'}
+    engine = start(replace(plan.job(), section=None))
+    engine.config.update(plan.job().config())
+    before = len(dist.distributed_c10d._world.pg_map)
+    error = refusal(StateError, deepspeed_compress.attach, engine)
+    return error, len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize(("problem", "words"), [("directory", "cannot be created"), ("hosts", "lists 1 hosts")])
+def test_no_group_is_left_behind_if_there_is_no_memory(problem, words, tmp_path):
+    for error, left in run_forks(2, groups_left_behind, str(tmp_path), problem):
+        assert words in error
+        assert left == 0

@@ -10,6 +10,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from deepspeed_compress import StateError
+from deepspeed_compress.checkpointing.deepspeed import resharding
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, make_engine, network, run, start, weights
 from tests.support.messages import caught_warnings
@@ -216,3 +217,24 @@ def test_states_in_the_older_format_of_torch_are_loaded(tmp_path: Path) -> None:
     assert not any(map(zipfile.is_zipfile, tmp_path.rglob("*.pt")))
     for loaded in run_forks(1, load, job, 1, str(tmp_path)):
         compare(saved, loaded, rel=1e-4)
+
+
+def unreadable(file: Path) -> Any:
+    raise StateError(f"{file} cannot be read")
+
+
+def load_on_a_rank_that_cannot_read(rank: int, directory: str) -> str:
+    """Return the error of each rank if the last one cannot read the states."""
+    engine = start(on(Job(1, NONE), 2))
+    if rank:
+        resharding.read_states = unreadable
+    with pytest.raises(StateError) as raised:
+        engine.load_checkpoint(directory)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_read_the_states_tells_the_others(tmp_path: Path) -> None:
+    run_forks(2, save, Job(1, NONE), 2, str(tmp_path))
+    one, other = run_forks(2, load_on_a_rank_that_cannot_read, str(tmp_path))
+    assert one == other
+    assert "mp_rank_00_model_states.pt cannot be read" in one

@@ -14,6 +14,8 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
+from deepspeed_compress.transport.credentials import SECRET, TLS_AUTHORITY, TLS_CERTIFICATE
+from tests.support.transport import make_certificates
 
 SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--host", "127.0.0.1", "--port", "0"]
 
@@ -155,3 +157,30 @@ def test_forget_removes_dead_islands(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(["islands", "forget", address, "0", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["missing"] == []
         there.leave()
+
+
+def test_status_names_the_secret_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path / "state.json") as address:
+        monkeypatch.setenv(SECRET, "another secret than the server")
+        assert main(["islands", "status", address]) == 1
+    error = capsys.readouterr().err
+    assert f"has a different secret. The secret here is from {SECRET}: set {SECRET} to the same value" in error
+    assert "copy that file" not in error
+
+
+def test_both_sides_require_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = make_certificates(tmp_path)
+    options = ["--tls-certificate", files["member"], "--tls-authority", files["authority"]]
+    for name in (TLS_CERTIFICATE, TLS_AUTHORITY):
+        # What the command sets for its process is undone.
+        monkeypatch.setenv(name, "")
+    with serving(tmp_path / "state.json", *options) as address:
+        assert main(["islands", "status", address]) == 1
+        assert main(["islands", "status", address, *options]) == 0
+    monkeypatch.setenv(TLS_AUTHORITY, "")
+    assert main(["islands", "status", address, *options[:2]]) == 1
+    assert f"{TLS_AUTHORITY}: is not set (allowed: both" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Saved
-from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, begun
+from tests.support.coordinated import PATIENCE, TIMEOUT, CoordinatorHarness, begun, terms
 
 
 def test_the_first_island_provides_the_anchor_for_the_others() -> None:
@@ -337,3 +337,30 @@ def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
     world.come_back("b", 1, 1)
     world.say("b", "vote", round=2, ok=True)
     assert not world.last("b", "outcome")["committed"]
+
+
+def test_a_disconnected_island_is_not_awaited() -> None:
+    world = begun("a", "b", "c")
+    world.arrive("a", "b")
+    world.lose("c")
+    assert world.partners("a") == [0, 1]
+
+
+def test_terms_are_those_of_the_connected_islands() -> None:
+    world = begun("a")
+    message = {"terms": {**terms(), "outer": "nesterov"}, "store": "b:1", "addresses": []}
+    world.say("b", "join", **message)
+    assert world.last("b", "refused")["why"] == "outer is 'nesterov', that of the others 'average'"
+    world.lose("a")
+    world.say("b", "join", **message)
+    assert "island 0 (a) has the newest weights" in world.last("b", "refused")["why"]
+    # Island a has not exchanged anything, so it is awaited only for its patience.
+    world.wait(PATIENCE + 0.5)
+    world.say("b", "join", **message)
+    assert world.last("b", "welcome")
+
+
+def test_an_island_of_another_run_is_refused() -> None:
+    world = CoordinatorHarness()
+    world.join("a", run="other", number=3, version=4)
+    assert "the island belongs to run other" in world.last("a", "refused")["why"]

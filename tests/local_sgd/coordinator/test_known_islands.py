@@ -374,3 +374,60 @@ def test_random_histories_lose_no_trained_weights_and_block_no_island_forever(se
         chaos.act()
     chaos.mend()
     assert len(chaos.world.voting()) == len(chaos.alive)
+
+
+def test_a_new_island_waits_for_the_newest_anchor() -> None:
+    world = trained("a", "b")
+    world.lose("b")
+    world.exchange("a")
+    world.lose("a")
+    world.come_back("b", 1, 2)
+    world.enter("c")
+    assert world.count("c", "anchor") == 0
+    assert "island 0 (a) has the newest weights" in world.last("c", "waiting")["why"]
+    world.wait(PATIENCE + 0.5, "b", "c")
+    assert [one for one in world.messages["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
+    world.say("c", "sources")
+    assert world.anchor("c") == (2, [["b:2"]])
+
+
+def test_islands_that_left_are_not_awaited() -> None:
+    world = trained("a", "b")
+    world.say("a", "leave")
+    world.say("b", "leave")
+    world.begin("c")
+    assert world.last("c", "anchor")["sources"] == []
+    world.arrive("c")
+    assert world.partners("c") == [2]
+
+
+def test_islands_with_the_newest_anchor_do_not_wait_for_a_dead_one() -> None:
+    world = trained("a", "b")
+    world.lose("a")
+    world.arrive("b")
+    assert world.partners("b") == [1]
+    world.vote("b")
+    world.begin("c")
+    assert world.last("c", "anchor")["sources"] == [["b:2"]]
+
+
+def test_an_island_that_died_long_ago_does_not_replace_those_that_continued() -> None:
+    world = trained("a", "b")
+    world.lose("a")
+    world.wait(PATIENCE + 0.5, "b")
+    world.exchange("b")
+    world.say("b", "leave")
+    world.begin("c")
+    assert world.last("c", "anchor")["sources"] == []
+
+
+def test_the_state_file_of_an_earlier_release_restores_the_islands_of_the_last_round() -> None:
+    world = trained("a", "b")
+    saved = json.loads(world.coordinator.to_save())
+    del saved["holders"]
+    world.coordinator.to_save = lambda: json.dumps(saved)  # type: ignore[method-assign]
+    world.restart()
+    world.enter("c")
+    assert [one["number"] for one in world.coordinator.status(0.0)["missing"]] == [0, 1]
+    world.wait(10 * PATIENCE, "c")
+    assert world.coordinator.saved.version == 2

@@ -14,7 +14,7 @@ from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, s
 from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
 from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.credentials import Credentials, Secret
 from tests.support.coordinators import coordinator, serving
 from tests.support.transport import until
 
@@ -148,3 +148,27 @@ def test_a_state_file_and_its_name_are_synced_to_disk(tmp_path: Path, monkeypatc
     file.close()
     # The file is synced before it is renamed, and then its directory is.
     assert synced == [False, True]
+
+
+def test_a_connection_serves_only_one_island() -> None:
+    with coordinator() as address, connect(address, COORDINATOR, Credentials.find()) as there:
+        there.send(JOIN)
+        assert there.receive(60)["kind"] == "welcome"
+        there.send({**JOIN, "name": "y"})
+        with pytest.raises(ConnectionError):
+            there.receive(60)
+        until(lambda: status(address)["islands"] == [])
+
+
+def test_an_address_serves_only_one_server() -> None:
+    with coordinator() as address, pytest.raises(OSError, match="in use"):
+        island_server(None, "127.0.0.1", int(address.rpartition(":")[2]))
+
+
+def test_an_island_with_another_secret_fails_at_once_and_the_error_names_the_file() -> None:
+    wrong = Credentials(Secret(b"the secret of another account", "/home/me/.deepspeed_compress/secret"))
+    with (
+        coordinator() as address,
+        pytest.raises(ConfigError, match=r"a different secret.*/home/me/.deepspeed_compress/s"),
+    ):
+        CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)

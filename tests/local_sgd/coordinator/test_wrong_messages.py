@@ -105,3 +105,43 @@ def test_a_message_has_the_fields_of_its_kind() -> None:
     for kind, fields in RIGHT.items():
         found = FROM_ISLANDS.read({"kind": kind, **fields, "run": "other"})
         assert type(found).__name__.lower() == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "wrong"),
+    [
+        ("claim", "version", 2**60),
+        ("claim", "version", 2**53),
+        ("claim", "version", -1),
+        ("claim", "run", SURROGATE),
+        ("claim", "number", -2),
+        ("arrive", "samples", -1),
+        ("arrive", "samples", float("nan")),
+        ("arrive", "samples", True),
+        ("arrive", "version", -1),
+        ("arrive", "version", 3),
+        ("ready", "version", 3),
+        ("ready", "version", 2**200),
+        ("vote", "round", 99),
+        ("vote", "ok", 1),
+        ("vote", "ok", "yes"),
+        ("join", "process", SURROGATE),
+        ("join", "store", "x" * 10_000),
+        ("join", "addresses", ["x"] * 100_000),
+        ("join", "addresses", ["x" * 10_000]),
+        ("join", "addresses", [SURROGATE]),
+        ("join", "terms", {**terms(), "timeout": True}),
+        ("join", "terms", {**terms(), "timeout": 1e300}),
+        ("join", "terms", {**terms(), "minimum": 0}),
+        ("join", "terms", {**terms(), "minimum": 1.5}),
+        ("join", "give_up", float("nan")),
+        ("join", "number", 0),
+        ("forget", "numbers", [-1]),
+        ("forget", "numbers", "all"),
+    ],
+)
+def test_a_wrong_field_is_refused_and_changes_nothing(kind: str, field: str, wrong: object) -> None:
+    message = {"kind": kind, **RIGHT[kind], field: wrong}
+    if field != "number":
+        message.pop("number", None)
+    assert refused(exchanging(), "a", message)

@@ -4,18 +4,23 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_compress
+from deepspeed_compress.checkpointing.completeness import read_lists
 from deepspeed_compress.compression import state
+from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError, IslandError, StateError
 from deepspeed_compress.local_sgd import anchors
 from deepspeed_compress.local_sgd.coordinator.client import status
+from deepspeed_compress.local_sgd.deepspeed import elastic
 from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.island_jobs import HEAD, elastic_section, run_apart, wait_for
@@ -496,3 +501,88 @@ def test_islands_with_other_frozen_weights_are_refused() -> None:
     refused, joined = sorted(texts, reverse=True)
     assert "weights that are not trained" in refused
     assert joined == ""
+
+
+def saved_where_nothing_can_be(rank: int, job: Job, directory: Path) -> tuple[list[str], list[str]]:
+    """Return the warnings of two failing checkpoints, and the files that the list of a third one names."""
+    engine, blocked = start(job), directory / "0" / f"{ISLAND_FILES}_00000.safetensors"
+    blocked.mkdir(parents=True)
+    directory.with_name("a file").touch()
+    with caught_warnings() as texts:
+        for place in (directory, directory.with_name("a file")):
+            engine.save_checkpoint(str(place), tag=0)
+            engine.compression.saving.wait()
+    run(engine, data(rank, job))
+    engine.save_checkpoint(str(directory), tag=1)
+    engine.destroy()
+    return texts, [name for one in read_lists(directory / "1") for name in one.files]
+
+
+def test_an_island_trains_on_if_its_state_cannot_be_written_in_the_background(tmp_path: Path) -> None:
+    job = Job(1, {"checkpointing": {}}, steps=3)
+    [(warned, written)] = run_apart(1, saved_where_nothing_can_be, job, tmp_path / "saves", minimum=1)
+    assert [text.partition(" is not saved")[0] for text in warned] == [f"{tmp_path}/saves/0", f"{tmp_path}/a file/0"]
+    assert {f"{ISLAND_FILES}_00000{kind}" for kind in (".safetensors", ".json")} < {*written}
+
+
+def resumed_late(rank: int, *args: Any) -> tuple[int, list[float]]:
+    """Resume. The second island fetches its anchor after the first one has started to load its checkpoint."""
+    if rank:
+        original = anchors.fetch_anchor
+        anchors.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+    return resumed(rank, *args)
+
+
+def test_an_island_that_returns_slowly_does_not_stop_the_others(tmp_path: Path) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    before = run_apart(2, saved, Job(1, steps=40), directories)
+    assert run_apart(2, resumed_late, Job(1, steps=3), directories, timeout="2 s") == [before[1]] * 2
+
+
+def goes_on_alone(rank: int, job: Job, directories: list[str], version: int, marks: Path, islands: int) -> Any:
+    """Run `goes_on` with islands that join in an unfavorable order.
+
+    The third island is fetching the anchor of the first one when that loads its checkpoint. The second one joins after
+    the third one has started alone.
+    """
+    if rank == 1:
+        wait_for(marks, "there2")
+    if rank == 2:
+        while not status(job.section["islands"]["elastic"]["rendezvous"])["islands"]:
+            time.sleep(0.02)
+        original = anchors.fetch_anchor
+        anchors.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+    return goes_on(rank, job, directories, version, marks, islands)
+
+
+@pytest.mark.slow
+def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path: Path) -> None:
+    third = come_back(goes_on_alone, 2, 3, tmp_path, timeout="2 s")[2]
+    assert third[0] == []
+
+
+def saved_together(rank: int, job: Job, marks: Path) -> str:
+    engine = start(job)
+    if rank:
+        wait_for(marks, "done0")
+    text = refusal(StateError, engine.save_checkpoint, str(marks))
+    end_together(engine, rank, marks)
+    return text
+
+
+def test_two_islands_cannot_save_in_one_directory(tmp_path: Path) -> None:
+    first, second = run_apart(2, saved_together, Job(1), tmp_path)
+    assert first == ""
+    assert f" saves in {tmp_path}, and this is island " in second
+
+
+def patience(rank: int) -> timedelta:
+    """Return how long the ranks of an island wait for the first one."""
+    dist.init_process_group("gloo")
+    settings = Islands.model_validate(elastic_section("localhost:1", give_up="12 h")["islands"])
+    group = elastic._make_group(settings)
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_ranks_wait_for_the_first_one_longer_than_it_waits_for_others() -> None:
+    assert min(run_forks(2, patience)) > timedelta(hours=12)

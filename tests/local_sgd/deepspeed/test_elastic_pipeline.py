@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig
 
 import deepspeed_compress
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_tied
 from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, Exchanges, run_apart, section, watch_exchanges
-from tests.support.jobs import BATCH, WIDTH, Job, data, make_engine, run, start, weights
+from tests.support.jobs import BATCH, MUON, WIDTH, Job, data, make_engine, run, start, weights
 from tests.support.resuming import save_and_resume
 from tests.support.tensor_islands import TENSOR, VOCABULARY
 
@@ -234,3 +234,66 @@ def test_asynchronous_islands(exchange: Mapping[str, Any]) -> None:
     assert newest == anchors or exchange != {"method": "none"}
     for one, other in ((islands[0], islands[1]), (islands[2], islands[3])):
         assert one[2] == other[2]
+
+
+def attached(rank: int, job: Job) -> str:
+    """Return the error if a pipeline of three stages has data before it joins other islands."""
+    deepspeed.init_distributed("gloo")
+    engine = deepspeed.initialize(model=make_pipeline(num_stages=3), config=job.config())[0]
+    engine.set_dataloader([])
+    with pytest.raises(ConfigError) as error:
+        deepspeed_compress.attach(engine)
+    return str(error.value)
+
+
+def test_data_of_an_existing_engine_is_refused() -> None:
+    """On all stages, although the one in the middle reads nothing."""
+    for text in run_apart(1, attached, Job(1), size=3, minimum=1):
+        assert text.startswith("/deepspeed_compress/islands/elastic: the engine already has a data loader")
+
+
+def loaded_by(rank: int, job: Job) -> bool:
+    """Return True if this one of three stages gets a data loader."""
+    deepspeed.init_distributed("gloo")
+    # Forked ranks may not start processes that read data.
+    engine_module.DeepSpeedDataLoader = lambda **given: DeepSpeedDataLoader(**given | {"num_local_io_workers": 0})
+    samples = TensorDataset(torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, 1))
+    model, initialize = make_pipeline(num_stages=3), deepspeed_compress.initialize
+    engine, _, loader, _ = initialize(model=model, config=job.config(), training_data=samples)
+    engine.destroy()
+    return loader is not None
+
+
+def test_all_stages_get_a_data_loader() -> None:
+    """As from DeepSpeed, although the stage in the middle reads nothing."""
+    assert run_apart(1, loaded_by, Job(1), size=3, minimum=1) == [True] * 3
+
+
+def with_matrices_alone(rank: int, job: Job) -> Exchanges:
+    """Train an island whose last stage has matrices only, until two exchanges are over."""
+    deepspeed.init_distributed("gloo")
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)]
+    engine = make_engine(PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss()), job.config())
+    return train_for(2, engine, job)
+
+
+@SAMPLED
+def test_second_moments_of_a_stage_that_adam_does_not_step() -> None:
+    """Muon steps all of that stage. The other stages exchange theirs."""
+    job = Job(0, extra=MUON, steps=60)
+    first, second, third, fourth = run_apart(2, with_matrices_alone, job, size=STAGES, second_moments={}, **PLAIN)
+    first.check_means(third)
+    second.check_means(fourth)
+
+
+def refused_topology(rank: int, job: Job) -> str:
+    deepspeed.init_distributed("gloo")
+    model = make_pipeline(topology=ProcessTopology(["model", "pipe", "data"], [2, STAGES, 1]))
+    with pytest.raises(UnsupportedError) as error:
+        make_engine(model, job.config())
+    return str(error.value)
+
+
+def test_ranks_that_share_layers_must_be_consecutive() -> None:
+    for text in run_apart(1, refused_topology, Job(1), size=2 * STAGES, minimum=1):
+        assert "the axes of the pipeline's topology are ['model', 'pipe', 'data']" in text

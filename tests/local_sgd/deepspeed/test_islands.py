@@ -16,6 +16,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import deepspeed_compress
 from deepspeed_compress.config import parse_section
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed import divided
 from deepspeed_compress.tools.plan import plans
@@ -578,3 +579,30 @@ def broken(rank: int, job: Job) -> tuple[bool, bool]:
 def test_an_island_that_diverged_is_excluded() -> None:
     job = Job(1, section=section(size=1, sync_every=2))
     assert run_forks(2, broken, job) == [(True, True), (False, True)]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", ["AdamW"], {"type": 3}])
+def test_an_invalid_optimizer_entry_is_not_reported_by_islands(optimizer: Any) -> None:
+    job = Job(1, section=section(size=1, second_moments={}), extra={"optimizer": optimizer})
+    assert not [one for one in find_problems(job.config()) if "second_moments" in str(one)]
+
+
+def test_a_configuration_without_second_moments_is_refused() -> None:
+    [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
+    assert str(found).startswith(
+        '/deepspeed_compress/islands/second_moments: has no effect with optimizer "SGD", which has no second moments'
+    )
+
+
+def save_by_epoch(rank: int, job: Job, directory: str) -> list[str]:
+    engine = start(job)
+    engine.save_checkpoint(directory, tag=0)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory, tag=1)
+    path, _ = engine.load_checkpoint(directory, tag=0)
+    return [Path(path).parent.name, str(engine.global_steps)]
+
+
+def test_a_tag_may_be_zero(tmp_path: Path) -> None:
+    assert run_forks(2, save_by_epoch, Job(1, section=section(size=1)), str(tmp_path)) == [["0", "0"]] * 2
+    assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import clear_non_finite
+from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import clear_non_finite, digest_parameters
 from tests.support.forks import RankError, run_forks
 from tests.support.island_jobs import HEAD, SGD, section
 from tests.support.jobs import (
@@ -318,3 +318,75 @@ def test_parameters_that_are_no_longer_local_start_from_the_first_island(tmp_pat
     assert first[0] == second[0]
     assert first[2::2] == second[2::2]
     assert max(first) < 1.2 * first[0]
+
+
+def test_islands_load_a_later_checkpoint_of_a_job_without_islands(tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, sync_every=4), steps=12)
+    run_forks(2, phase, job, str(tmp_path), 0, None)
+    run_forks(1, phase, Job(1, steps=12), str(tmp_path), 4, None)
+    found = run_forks(2, phase, job, str(tmp_path), 8, None)
+    assert [step for step, _ in found] == [8] * 2
+    assert found[0][1] == found[1][1]
+
+
+def test_a_fingerprint_distinguishes_orders_and_signed_zeros() -> None:
+    values = torch.arange(3 << 20, dtype=torch.float32)
+    swapped = values.clone()
+    swapped[[5, 2_000_000]] = swapped[[2_000_000, 5]]
+    assert fingerprint(values).tolist() != fingerprint(swapped).tolist()
+    assert fingerprint(torch.tensor([0.0])).tolist() != fingerprint(torch.tensor([-0.0])).tolist()
+    assert fingerprint(torch.tensor([torch.nan])).tolist() == fingerprint(torch.tensor([torch.nan])).tolist()
+
+
+def test_a_digest_distinguishes_dtypes() -> None:
+    bits = of_bytes(torch.float16, 64)
+    digests = {
+        digest_parameters([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
+        for dtype in (torch.float16, torch.bfloat16, torch.int16)
+    }
+    assert len(digests) == 3
+
+
+class Frozen(torch.nn.Module):
+    """Return a network with additional untrained weights of `dtype`, as in a quantized base model."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_parameter("frozen", torch.nn.Parameter(of_bytes(dtype, 33, seed), requires_grad=False))
+        self.register_parameter("empty", torch.nn.Parameter(of_bytes(dtype, 0), requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
+    job = Job(1, section=section(size=1))
+    deepspeed.init_distributed("gloo")
+    model = Frozen(dtype, seed=rank)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = make_engine(model, job.config(), trained)
+    return engine.module.frozen.detach().contiguous().view(torch.uint8).tolist()
+
+
+@SAMPLED
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64, torch.complex64])
+def test_frozen_weights_of_any_dtype_are_copied_from_the_first_island(dtype: torch.dtype) -> None:
+    expected = of_bytes(dtype, 33, seed=0).view(torch.uint8).tolist()
+    assert run_forks(2, with_frozen, dtype) == [expected, expected]
+
+
+@SAMPLED
+@pytest.mark.parametrize("moments", [None, {}])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_island_that_diverged_continues_with_the_weights_of_the_others(stage: int, moments: Any) -> None:
+    shared = section(size=2, sync_every=3, second_moments=moments)
+    ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra=UNCLIPPED))
+    for seen, texts in ranks[:2]:
+        assert all(seen)
+        assert not texts
+    for seen, texts in ranks[2:]:
+        assert all(seen[2:])
+        assert all(seen) or any("this island has diverged" in text for text in texts)
+    # Without ZeRO, DeepSpeed applies the step.
+    assert all(ranks[2][0]) == (stage > 0)

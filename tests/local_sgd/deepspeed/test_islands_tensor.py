@@ -261,3 +261,12 @@ def test_an_invalid_configuration_is_refused(extra: Any, methods: Any, place: st
     [found] = find_problems(Job(1, extra=extra, section=methods).config(), world_size=8)
     assert found.pointer == place
     assert text in str(found)
+
+
+ELASTIC = section(elastic={"rendezvous": "localhost:1"})
+
+
+@pytest.mark.parametrize("islands", [section(size=4), ELASTIC])
+@pytest.mark.parametrize(("extra", "parallelism"), [(AUTO_TP, {}), ({}, {"parallelism": {"tensor": 2}})])
+def test_a_valid_configuration_is_accepted(extra: Any, parallelism: Any, islands: Any) -> None:
+    assert find_problems(Job(1, extra=extra, section={**islands, **parallelism}).config(), world_size=8) == []

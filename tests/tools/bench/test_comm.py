@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench import comm, step
 from deepspeed_compress.tools.bench.comm import crossover_table, table_of, verdicts
 from deepspeed_compress.tools.bench.gauges import join
-from deepspeed_compress.tools.bench.jobs import LaunchedRanks
+from deepspeed_compress.tools.bench.jobs import EmulatedRanks, LaunchedRanks, Row
 from deepspeed_compress.tools.bench.rank import BITS, COLLECTIVES, measure_messages
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
@@ -162,3 +166,27 @@ def test_rank_0_reports_every_size_and_number_of_bits(kind: str) -> None:
     assert (progress, nothing) == (f"  {kind}\n", "")
     assert same == [row]
     assert [(one["numel"], one["bits"]) for one in row["messages"]] == [(n, b) for n in (2048, 4096) for b in BITS]
+
+
+class FailingRanks(EmulatedRanks):
+    """Ranks whose program fails, and that print when they are closed."""
+
+    def run(self, jobs: Sequence[Row]) -> tuple[list[Row], str | None]:
+        raise ConfigError("no such device")
+
+    def __exit__(self, *error: object) -> None:
+        print("closed")
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [(comm, ["bench", "comm"]), (step, ["bench", "step", "--config", "configs/zero2_int4.json", "--output", "{}"])],
+)
+def test_ranks_are_closed_if_their_program_fails(
+    module: ModuleType, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(module, "find_ranks", lambda emulation, timeout, _: FailingRanks(emulation, timeout))
+    assert main([*(one.format(tmp_path / "rows.json") for one in command), "--emulate", "2,1gbit"]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("closed\n")
+    assert "no such device" in err

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
 from deepspeed_compress.tools.bench.hosts import Cluster, _Reader
 from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
 from tests.support.hosts import measures_links, needs_hosts
@@ -167,3 +168,8 @@ def test_missing_permissions_are_reported() -> None:
     run, left = _as_program(closed, "true")
     assert (run.returncode, left) == (1, [])
     assert "need root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or a kernel that allows" in run.stderr
+
+
+def test_hosts_do_not_set_variables_of_agents() -> None:
+    """Checkpoints in memory use these variables to place copies."""
+    assert {AGENT, HOSTS, MEMORY, RESUME}.isdisjoint(Cluster(2).environment(0))

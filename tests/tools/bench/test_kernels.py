@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.kernels import implementations, reference
+from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.kernels import OPERATIONS, bytes_moved, measure
 
 CPU = torch.device("cpu")
@@ -73,3 +74,16 @@ def test_bench_kernels_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFi
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 1 + 3 * len(implementations(CPU))
     assert document["environment"]["torch"] == torch.__version__
+
+
+def test_invalid_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--only int3: matches none of quantize int8, .*; write a part of one"):
+        measure(NUMEL, CPU, 1, re.compile("int3"))
+    with pytest.raises(ConfigError, match="--numel 100: is too small; write at least 4096"):
+        measure(100, CPU, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_reported() -> None:
+    with pytest.raises(UnsupportedError, match="--device cuda: torch finds no GPU"):
+        measure(NUMEL, torch.device("cuda"), 1)

@@ -41,3 +41,10 @@ def test_one_process_is_refused(
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench", *arguments]) == 1
     assert "--emulate 2,1gbit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["kernels", "--only", "("], ["comm", "--timeout", "nan"]])
+def test_wrong_values_are_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert f"error: argument {arguments[1]}: {arguments[2]!r} is not a" in capsys.readouterr().err

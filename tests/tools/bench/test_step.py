@@ -14,12 +14,13 @@ from rich.console import Console
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.jobs import new_document, read_document
+from deepspeed_compress.tools.bench.jobs import new_document, read_document, save_document
 from deepspeed_compress.tools.bench.step import (
     FORMS,
     TRACES,
     merge,
     missing_rates,
+    same_work,
     step_table,
     steps_at,
 )
@@ -298,3 +299,34 @@ def test_a_computed_network_is_that_of_a_mirror(tmp_path: Path, capsys: pytest.C
     command = ["bench", "step", "--config", file, "--rate", "1gbit", "--output", str(tmp_path / "bench.json")]
     assert main(command) == 1
     assert "--rate: computes the network of --mirror N" in capsys.readouterr().err
+
+
+def test_newer_rows_replace_older_ones_and_their_ratios() -> None:
+    document = new_document()
+    merge(document, run_rows())
+    merge(document, run_rows(slower=2.0)[:1])
+    found = by_name(document)
+    assert len(document["rows"]) == 3
+    assert found["deepspeed"]["of_compute_only"] == pytest.approx(8.0)
+    assert found["zero1_int8"]["speedup"] == pytest.approx(2.0)
+
+
+def test_a_mirror_does_not_stand_for_a_network() -> None:
+    document, steps = new_document(), {None: 7}
+    mirrored = [one | {"mirror": True} for one in run_rows(None)]
+    merge(document, mirrored)
+    assert missing_rates(document["rows"], GROUP, 2, steps, mirror=True) == {}
+    assert missing_rates(document["rows"], GROUP, 2, steps) == steps
+    merge(document, run_rows(None, slower=2.0))
+    assert len(document["rows"]) == 6
+    assert {same_work(one) for one in document["rows"]} == {same_work(mirrored[0]), same_work(run_rows(None)[0])}
+
+
+def test_a_saved_file_is_read_back(tmp_path: Path) -> None:
+    document, file = new_document(), tmp_path / "new" / "rows.json"
+    merge(document, run_rows())
+    save_document(document, file)
+    again = read_document(file)
+    assert again == document
+    assert missing_rates(again["rows"], GROUP, 2, {"1gbit": 1}) == {}
+    assert [path.name for path in file.parent.iterdir()] == ["rows.json"]

@@ -2,20 +2,25 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench import systems
 from deepspeed_compress.tools.bench.gauges import Peak, join
 from deepspeed_compress.tools.bench.options import PEERS
 from deepspeed_compress.tools.bench.step_rank import measure_group
-from deepspeed_compress.tools.bench.workload import Group, group_contenders
+from deepspeed_compress.tools.bench.workload import Group, Workload, group_contenders
 from tests.support.forks import run_forks
 
 TOY = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -144,3 +149,24 @@ def test_peak_counts_new_memory_and_can_be_reset() -> None:
     assert after is not None
     assert 95e6 < held < 130e6
     assert after < 20e6
+
+
+def test_attention_is_restored_if_no_engine_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def attention(model: nn.Module, workload: Workload) -> Iterator[None]:
+        events.append("replaced")
+        try:
+            yield
+        finally:
+            events.append("restored")
+
+    def initialize(**_: Any) -> None:
+        raise RuntimeError("no device")
+
+    events: list[str] = []
+    monkeypatch.setattr(systems, "attention_on_ulysses", attention)
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    found = group(tmp_path, {"gradients": {"method": "none"}}, ("deepspeed",))
+    with pytest.raises(RuntimeError, match="no device"):
+        systems.make(replace(found.workload, sequence=2), found.contenders[0])
+    assert events == ["replaced", "restored"]

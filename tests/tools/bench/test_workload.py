@@ -139,3 +139,28 @@ def test_a_batch_that_ranks_cannot_share_is_refused(write: Write) -> None:
     [group] = groups([write("plain", {})])
     with pytest.raises(ConfigError, match="3 sequences x 1 micro-batches are not a multiple of the 2 ranks"):
         _ = replace(group.workload, micro_batch=3, pipeline=2).share
+
+
+def test_a_file_without_a_batch_is_refused(write: Write) -> None:
+    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu is 'auto'; .*--micro-batch N"):
+        groups([write("auto", {}, train_micro_batch_size_per_gpu="auto")])
+
+
+def test_ranks_that_divide_sequences_share_a_batch(write: Write) -> None:
+    path = write("parts", {}, sequence_parallel_size=2)
+    [group] = groups([path], "deepspeed")
+    assert group.workload.sequence == 2
+    assert replace(group.workload, micro_batch=4, accumulation=1).share == (1, 2)
+    with pytest.raises(ConfigError, match="--peers ddp: cannot divide sequences"):
+        groups([path], "ddp")
+
+
+def test_a_group_survives_json(write: Write) -> None:
+    [group] = groups([write("plain", {"parallelism": {"pipeline": 2, "partition": "uniform"}})], "deepspeed", "ddp")
+    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+
+
+def test_an_invalid_section_is_reported_with_its_file(write: Write) -> None:
+    files = [write("good", {}), write("wrong", {"gradients": {"bit": 4}})]
+    with pytest.raises(ConfigError, match=r"^--config .*wrong.json: 1 problem .*\n.*/gradients/bit: unknown key"):
+        groups(files)

@@ -128,3 +128,26 @@ def test_page_explains_every_finding(rule: DoctorRule) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert f"\n### {rule.name}\n" in text
     assert f"| [`{rule.name}`](#{rule.name}) |" in text
+
+
+def test_the_report_is_printed_at_a_width_of_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """COLUMNS is 0 in some terminals that do not know their width."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["doctor", str(RUNS / "healthy-default")]) == 0
+    assert "No problems found." in capsys.readouterr().out
+
+
+def test_apply_without_a_patch_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(RUNS / "sleeping-rank"), "--apply", str(tmp_path / "new.json")]) == 1
+    assert "not written, because no setting remedies these findings" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(RUNS / "excluded", tmp_path / "run")
+    config = json.loads((run / "ds_config.json").read_text())
+    (run / "ds_config.json").write_text(json.dumps({**config, "comet": {"api_key": "***"}}))
+    assert main(["doctor", str(run), "--apply", str(tmp_path / "new.json")]) == 1
+    assert 'replace "***" by your secrets' in capsys.readouterr().err

@@ -16,6 +16,7 @@ from deepspeed_compress.tools.doctor.patches import (
     softer,
     stronger,
     with_gradients,
+    with_stage,
 )
 from tests.support.sections import OF_GRADIENTS
 from tests.support.synthetic_runs import config
@@ -106,3 +107,26 @@ def test_slower_halves_the_learning_rate_in_all_places() -> None:
     before = {"optimizer": {"params": {"lr": 0.2}}, "scheduler": {"params": {"warmup_max_lr": 0.4}}}
     assert slower(before) == {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_max_lr": 0.2}}}
     assert slower({"optimizer": {"params": {"lr": "auto"}}}) is None
+
+
+def test_softer_settings_end_with_method_none() -> None:
+    now, seen = config({"method": "demo", "density": 0.001}, {"optimizer": {"type": "SGD"}}), []
+    while (patch := softer(CompressConfig.model_validate(now[SECTION]).gradients)) is not None:
+        now = with_gradients(now, patch)
+        seen.append(now[SECTION]["gradients"])
+        assert len(seen) < 10
+    assert [one.get("density", one.get("bits")) for one in seen] == [0.1, 4, 8, None]
+    assert seen[-1]["method"] == "none"
+
+
+def test_stage_changes_in_both_places() -> None:
+    both = config(extra={"zero_optimization": {"stage": 2}}, parallelism={"zero_stage": 2})
+    after = with_stage(both, 1)
+    assert (after["zero_optimization"]["stage"], after[SECTION]["parallelism"]["zero_stage"]) == (1, 1)
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+@pytest.mark.parametrize("size", ["auto", "8", 8.0, True, [8]])
+def test_accumulation_of_an_unknown_batch_does_not_change(key: str, size: object) -> None:
+    assert accumulated({key: size}) is None
+    assert accumulated({"train_batch_size": 8, "gradient_accumulation_steps": 2, key: size}) is None

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor import case
 from deepspeed_compress.tools.doctor.case import Case, Run
 from deepspeed_compress.tools.doctor.patches import apply, difference
 from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.doctor.rules.learning import risen
-from tests.support.synthetic_runs import config, examine, losses, names, run
+from tests.support.synthetic_runs import CONFIG, config, examine, losses, names, run
 
 TOPK = {"method": "topk", "density": 0.01}
 SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}
@@ -408,3 +409,70 @@ def test_the_rise_of_a_long_run_is_found_at_once() -> None:
     assert found is not None
     assert 60_000 < found[0] < 80_000
     assert abs(found[2]["at step"] - 66_000) < 1_000
+
+
+def test_only_the_bits_of_a_merged_sum_are_removed() -> None:
+    activations = {"tensor": {"bits": 4, "backward_bits": 8}, "pipeline": {"bits": 4}}
+    removed = {"bits": None, "backward_bits": None}
+    for kind, patch in (("tensor", {"tensor": removed}), ("pipeline", {"pipeline": None})):
+        found = run(events=crossover(kind), ds_config=config(activations=activations))
+        assert (examine(found).diagnostics[0].patch or {}) == {"deepspeed_compress": {"activations": patch}}
+
+
+def test_straggler_is_no_slow_network_although_the_first_step_lacks_figures_of_other_ranks() -> None:
+    late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
+    assert names(run(late)) == ["straggler"]
+    assert names(run(lambda step: {**late, **(dict.fromkeys(OTHERS) if step == 1 else {})})) == ["straggler"]
+
+
+def test_nonfinite_loss_is_the_first_finding_despite_islands() -> None:
+    ended = losses(lambda step: math.nan if step > 38 else climbing(step))
+    found = names(run(exchanging(0.5), config(islands=MOMENTUM), losses=ended))
+    assert found[0] == "diverging"
+
+
+@pytest.mark.parametrize(
+    ("section", "islands"),
+    [(IN_FULL, {"exchange": {"method": "blockwise", "bits": 4}}), (ISLANDS, {"sync_every": 8})],
+)
+def test_patch_for_traffic_of_islands_changes_only_islands(section: Any, islands: Any) -> None:
+    [one] = examine(run({"bytes_islands": 100_000_000}, config(islands=section))).diagnostics
+    assert one.patch == {"deepspeed_compress": {"islands": islands}}
+
+
+def test_residuals_of_demo_cover_the_elements_of_all_ranks() -> None:
+    """The number of samples per step tells the number of ranks."""
+    demo = config({"method": "demo", "memory": {"dtype": "fp32"}}, {"optimizer": {"type": "SGD"}})
+    peak = {"memory_bytes": 300_000_000}
+    assert names(run(peak, demo)) == []
+    assert names(run(lambda step: {**peak, "samples": 8 * step}, demo)) == ["large-residuals"]
+
+
+def test_large_residuals_are_only_a_notice_with_the_default_dtype() -> None:
+    bf16, fp32 = (config({"error_feedback": {"dtype": dtype}}) for dtype in ("bf16", "fp32"))
+    found = [examine(run({"memory_bytes": 90_000_000}, one)).diagnostics[0].severity for one in (bf16, fp32)]
+    assert found == ["info", "warning"]
+
+
+def test_divergence_lists_the_events_near_its_start() -> None:
+    [one] = examine(run(losses=losses(rising), events=events(1, 1))).diagnostics
+    assert one.evidence["events nearby"] == ["step 3: anomaly, gradient norm 9 is 30 times the running median"]
+    assert 22 <= one.evidence["first symptom at step"] <= 32
+    assert one.patch == {"optimizer": {"params": {"lr": 0.0005}}}
+
+
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_a_batch_of_zero_is_read(key: str) -> None:
+    assert examine(run({"samples": 64}, config(extra={key: 0}))).checked
+
+
+def test_a_loss_of_zero_may_rise_at_exchanges() -> None:
+    rising_at_exchanges = losses(lambda step: float((step - 1) % 4 == 0))
+    found = run(exchanging(0.5), config(islands=ISLANDS), losses=rising_at_exchanges)
+    assert "sync-every-too-long" in names(found)
+
+
+def test_a_section_of_another_version_gets_no_patch() -> None:
+    old = {**CONFIG, SECTION: {"gradients": {"method": "of another version"}}}
+    found = replace(run(SLOW), config=old, section=None)
+    assert [one.patch for one in examine(found).diagnostics if one.name == "compression-bound"] == [None]

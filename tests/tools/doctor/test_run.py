@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.errors import ConfigError, DataError
-from deepspeed_compress.tools.doctor.case import read_run
+from deepspeed_compress.tools.doctor.case import Case, read_run
 from tests.support.synthetic_runs import HEALTHY, config
 
 
@@ -91,3 +91,30 @@ def test_missing_directory_or_configuration_is_an_error(tmp_path: Path) -> None:
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no such file"):
         read_run(tmp_path, tmp_path / "none.json")
+
+
+def test_missing_files_leave_fields_empty(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", [{"step": 1, "method": "blockwise", "bytes_sent": 3}])
+    run = read_run(tmp_path)
+    assert (run.config, run.section, run.events, run.summary) == (None, None, None, None)
+    assert (run.losses, run.step_times) == ((), ())
+    assert Case(run).lacks("config")
+    write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))
+    assert read_run(tmp_path).events == ()
+
+
+def test_an_empty_configuration_replaces_the_one_that_the_run_left(tmp_path: Path) -> None:
+    write(tmp_path / "run/compression.jsonl", measured([1]))
+    (tmp_path / "run/ds_config.json").write_text(json.dumps(config()))
+    (tmp_path / "empty.json").write_text("{}")
+    run = read_run(tmp_path / "run", tmp_path / "empty.json")
+    assert (run.config, run.section) == ({}, None)
+    assert Case(run).lacks("config")
+
+
+def test_loss_that_becomes_null_is_nan(tmp_path: Path) -> None:
+    lines = [{"step": step, **HEALTHY, "loss": loss} for step, loss in enumerate([None, 3.0, None], start=1)]
+    write(tmp_path / "compression.jsonl", lines)
+    [(first, loss), (second, lost)] = read_run(tmp_path).losses
+    assert (first, loss, second) == (2, 3.0, 3)
+    assert math.isnan(lost)

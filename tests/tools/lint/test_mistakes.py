@@ -99,3 +99,27 @@ def test_auto_instead_of_a_section_is_found_for_every_framework(section: str) ->
         codes = [one.code for one in lint_text(text, context=Context(framework=framework))]
         assert code in codes
         assert len({"DSC018", "DSC700", "DSC702"} & {*codes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.002}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.001}),
+        ("LRRangeTest", {}),
+        ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_num_steps": 2}),
+    ],
+)
+def test_these_schedulers_replace_the_learning_rate_of_the_optimizer(name: str, params: dict[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules
+    from torch import nn, optim
+
+    rates = []
+    for rate in (0.1, 0.01):
+        optimizer = optim.AdamW(nn.Linear(2, 2).parameters(), lr=rate)
+        scheduler = getattr(lr_schedules, name)(optimizer, **params)
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] != 0.1

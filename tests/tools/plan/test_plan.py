@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
-from deepspeed_compress.tools.plan import Interval, fitting, intervals, plans
+from deepspeed_compress.tools.plan import CANDIDATES, Interval, fitting, intervals, plans
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
@@ -122,3 +122,66 @@ def test_parameters_of_a_model_are_counted(tmp_path: Path, capsys: pytest.Captur
     assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}, "--model", str(model)) == 1
     assert "write the number of all others" in capsys.readouterr().err
     assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}) == 0
+
+
+def test_an_endless_schedule_has_no_last_step() -> None:
+    assert intervals({"deepspeed_compress": {}}, None) == [Interval(0, None, "blockwise bits=8", 8.125)]
+
+
+def test_bits_that_depend_on_shapes_are_unknown() -> None:
+    [interval] = intervals({"deepspeed_compress": {"gradients": {"method": "powersgd"}}}, 5)
+    assert (interval.last, interval.bits) == (4, None)
+
+
+@pytest.mark.parametrize(("half", "bits"), [({"bfloat16": {"enabled": True}}, 16), ({"bf16": "auto"}, 32), ({}, 32)])
+def test_uncompressed_gradients_have_the_bits_of_the_precision(half: dict[str, Any], bits: float) -> None:
+    """DeepSpeed has two names for bf16. A value that is not an object is left to the linter."""
+    [interval] = intervals({**half, "deepspeed_compress": {"gradients": {"method": "none"}}}, 5)
+    assert interval.bits == bits
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--hosts", "1"), "argument --hosts: '1' is not an integer from 2 up: a single island exchanges nothing"),
+        (("--bandwidth=-5mbit",), "argument --bandwidth: rate '-5mbit': write a number and a unit, such as"),
+        (("--step", "0"), "'0' is not a positive number"),
+    ],
+)
+def test_invalid_options_are_usage_errors(
+    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planned(tmp_path / "ds.json", {"size": 1}, *options)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("0", "--model 0: has no parameters to exchange (allowed: a number from 1 up"),
+        ("0.0001k", "--model 0.0001k: has no parameters"),
+        ("1.2.3M", "--model 1.2.3M: No such file or directory. Write the config.json"),
+    ],
+)
+def test_a_model_without_parameters_is_refused(
+    model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(tmp_path / "ds.json", {"size": 1}, "--model", model) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_intervals_that_the_section_forbids_are_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sync_every` 1 would cost nothing here."""
+    for settings, first in (({"fragments": 4}, 5), ({"fragments": 2, "delay": 9}, 10)):
+        assert planned(tmp_path / "ds.json", {"size": 1, **settings}, "--bandwidth", "9000000gbit") == 0
+        output = capsys.readouterr().out
+        assert f"sync_every {first} costs" in output
+        rows = re.findall(r"^ +([0-9]+) ", output, re.MULTILINE)
+        assert [int(row) for row in rows] == [one for one in CANDIDATES if one >= first]
+
+
+def test_second_moments_add_four_bytes_per_block() -> None:
+    found = (plans(islands(second_moments={"block_size": size}), 2, 1_000_000, 1e8, 1.0)[0] for size in (1, 128))
+    assert [plan.bytes_a_step for plan in found] == pytest.approx([8e6, 4e6 * (1 + 1 / 128)])

@@ -210,3 +210,16 @@ def test_batches_are_sequences_or_tokens() -> None:
 def test_a_wrong_batch_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--batch"):
         read_batch(text, 4096)
+
+
+def test_a_single_sequence_is_counted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpus", "1xA100", "--batch", "1") == 0
+    assert "1 sequence of 2048 tokens per step" in capsys.readouterr().out
+    assert plan(model, "--batch", "1") == 1
+    assert "with 1 sequence per step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "0", "B", "1.2.3B"])
+def test_a_wrong_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tokens"):
+        read_count(text)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.errors import CompressError
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
@@ -23,7 +24,7 @@ from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools import plan_cluster
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import differing
+from deepspeed_compress.tools.plan_measure import BRIEF, differing, measure
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -204,3 +205,9 @@ def test_ranks_of_a_launcher_need_no_description_of_the_cluster(tmp_path: Path) 
     assert other == (0, "")
     assert "on 2 CPU in 1 node of 2\n" in re.sub(" +\n", "\n", out)
     assert "a step of zero2-d2-" in out
+
+
+def test_a_program_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedRanks, "run", lambda *_: ([], "rank 1 ended with 1"))
+    with pytest.raises(CompressError, match="measurement: rank 1 ended with 1"):
+        measure((), JOB, EmulatedRanks(Emulation(2, ("100mbit",)), 10.0), MODEL, BRIEF)

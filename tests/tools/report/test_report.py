@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.config.numbers import short
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.report.figures import table_rows, tiles
-from deepspeed_compress.tools.report.page import page, value_scale
+from deepspeed_compress.tools.report.page import page, step_scale, value_scale
 from deepspeed_compress.tools.report.panels import POINTS, bars, charts, missing
 from deepspeed_compress.tools.report.runs import (
+    SHOWN,
     Run,
     event_rows,
     markers,
+    setting_colours,
     settings_timelines,
     steps_by_setting,
 )
@@ -294,3 +297,122 @@ def test_settings_are_shown_as_intervals_of_steps(tmp_path: Path) -> None:
     assert steps_by_setting(timeline)["blockwise bits=4"] == "steps 6 to 8, 12 to 14"
     assert steps_by_setting(timeline)["sign"] == "steps 10"
     assert "blockwise bits=4: steps 6 to 8, 12 to 14" in page([run])
+
+
+def test_losses_without_common_steps_have_no_change(tmp_path: Path) -> None:
+    rows = figures(*load_runs(run_of(tmp_path / "a", 30, (30,)), run_of(tmp_path / "b", 40, (40,))))
+    assert rows["held-out loss"] == ["5.0000", "6.0000", ""]
+
+
+def test_tiles_show_the_run_before_the_baseline(runs: tuple[Path, Path]) -> None:
+    assert tiles(load_runs(*runs))[0] == ("held-out loss", "2.0200", "2.0000 dense (+1.00%)")
+    assert tiles(load_runs(runs[0], None))[0] == ("held-out loss", "2.0200", "")
+    assert figures(alone(runs[0]))["held-out loss"] == ["2.0200"]
+
+
+def test_kinds_without_traffic_have_no_row(tmp_path: Path) -> None:
+    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **OTHER_BYTES)))
+    assert rows["sent: activations between stages"] == ["2.000 MB"]
+    assert rows["sent: gradients, uncompressed"] == ["0.250 MB"]
+    assert not any("weights" in title for title in rows)
+    rows = figures(alone(small_run(tmp_path / "b", 2.0, 1_000_000, **OTHER_BYTES | {"bytes_tensor": None})))
+    assert "sent: tensor parallelism" not in rows
+
+
+def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
+    time, traffic = bars([alone(long_run(tmp_path / "run", compressed=True))])
+    assert [(title, values) for title, _, values in time.parts] == [
+        ("all else, with DeepSpeed's own messages", (pytest.approx(230 - 36),)),
+        ("compress", (9.0,)),
+        ("wait for communication", (22.0,)),
+        ("decompress", (5.0,)),
+    ]
+    assert "weights" in [title for title, _, _ in traffic.parts]
+
+
+def test_summary_figures_need_kinds_in_every_line() -> None:
+    pairs = ((10, 5), (30, None))
+    lines = [{"bytes_sent": a, "bytes_uncompressed": 80, "bytes_tied": 3 * a, "bytes_tensor": b} for a, b in pairs]
+    assert compression_figures(lines) == {
+        "bytes_sent_per_step": 20,
+        "bytes_uncompressed_per_step": 80,
+        "bytes_tied_per_step": 60,
+        "compression_ratio": 4.0,
+    }
+
+
+def test_a_complete_run_has_all_charts(tmp_path: Path) -> None:
+    run = alone(long_run(tmp_path / "run", compressed=True))
+    assert missing([run]) == {}
+    assert len(titles(run)) == 9
+    assert "Left out" not in page([run])
+
+
+def test_without_held_out_loss_the_training_loss_is_not_faint(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "metrics.jsonl", [{"step": 1, "train_loss": 3.0}])
+    [loss] = charts([alone(run)])
+    assert [line.faint for line in loss.lines] == [False]
+
+
+def test_a_report_needs_only_statistics(tmp_path: Path) -> None:
+    """The directory is the monitor.path of a program that writes no other known files."""
+    run = small_run(tmp_path / "run", 2.0, 1_000_000)
+    for name in ("metrics.jsonl", "summary.json"):
+        (run / name).unlink()
+    assert alone(run).status.startswith("3 steps so far (")
+    assert titles(alone(run)) == ["Gradients sent per rank and step, MB", "Compression ratio of gradients"]
+
+
+def test_statistics_are_preferred_to_means_of_trainer(tmp_path: Path) -> None:
+    run = small_run(trainer_run(tmp_path / "run"), 2.0, 1_000_000)
+    assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
+    assert set(alone(run).column("grad_norm")) == {5, 10, 15, 20}
+
+
+def test_lines_lie_within_their_axes(tmp_path: Path) -> None:
+    for chart in charts([alone(long_run(tmp_path / "run", compressed=True))]):
+        up, across = value_scale(chart), step_scale(chart)
+        for line in chart.lines:
+            assert all(0 <= up.share(value) <= 1 for value in line.values), chart.title
+            assert all(0 <= across.share(step) <= 1 for step in line.steps), chart.title
+        assert len(up.ticks) >= 2, chart.title
+        assert len(across.ticks) >= 2
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
+def test_a_flat_line_has_space_above_and_below(value: float, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "metrics.jsonl", [{"step": 7, "train_loss": value}])
+    [chart] = charts([alone(run)])
+    assert 0 < value_scale(chart).share(value) < 1
+    assert step_scale(chart).share(7) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5, "0.5"), (1234.56, "1235"), (20_000.0, "20k"), (3.1e6, "3.1M"), (2e9, "2G"), (-20_000.0, "-20k"), (0.0, "0")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_an_event_of_a_later_version_is_shown(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "events.jsonl", [{"step": 2, "kind": "a_new_<kind>", "dry_run": True, "after": "none"}])
+    assert event_rows(alone(run)) == [["2", "a new <kind> (dry run)", "", "none"]]
+    assert "a new &lt;kind&gt;" in page([alone(run)])
+
+
+def test_only_the_last_of_many_events_are_listed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "events.jsonl", [{"step": step, "kind": "full_sync"} for step in range(1, SHOWN + 11)])
+    assert [row[0] for row in event_rows(alone(run))][:: SHOWN - 1] == ["11", f"{SHOWN + 10}"]
+    assert f"The last {SHOWN} of {SHOWN + 10} events." in page([alone(run)])
+
+
+def test_a_setting_has_the_same_color_in_both_runs(tmp_path: Path) -> None:
+    shown = settings_timelines([settings_run(tmp_path / "baseline", "nb"), settings_run(tmp_path / "run", "ab")])
+    assert setting_colours(shown) == {"none": "baseline", "blockwise bits=4": "run", "sign": "purple"}
+    [timeline] = settings_timelines([settings_run(tmp_path / "often", "na" * 10)])
+    assert steps_by_setting(timeline)["none"] == "steps 2, 6, 10, 14, 18, 22, and 4 more times"

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools.report import load_runs, page
 from deepspeed_compress.tools.report.figures import table_rows, tiles
-from deepspeed_compress.tools.report.panels import charts
+from deepspeed_compress.tools.report.panels import charts, missing
 from deepspeed_compress.tools.report.runs import settings_timelines
 from tests.support.runs import trainer_run, write_lines
 
@@ -109,3 +110,16 @@ def test_versions_are_shown(tmp_path: Path) -> None:
     titles = [chart.title for chart in charts(runs)]
     assert "Changes for rollout workers per version, MB" in titles
     assert "Age of the weights of rollout workers, s" in titles
+
+
+def test_other_runs_mention_neither_islands_nor_rollouts(tmp_path: Path) -> None:
+    found, runs = figures(trainer_run(tmp_path)), load_runs(tmp_path, None)
+    assert not [title for title in found if "exchange" in title or "rollout" in title]
+    assert not [one for one in missing(runs) if "islands" in one or "rollout" in one]
+    assert "rollout" not in page(runs)
+
+
+def test_versions_are_shown_before_the_first_step_is_measured(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), "a")
+    journal.add("rollout.jsonl", {"step": 0, "rollout_version": 1, "rollout_bytes": 300_000})
+    assert figures(tmp_path)["bytes of a version"] == "0.300 MB"

@@ -132,3 +132,27 @@ def test_steps_of_a_trial_are_those_of_its_last_process(tmp_path: Path) -> None:
 def test_lines_of_older_versions_are_read_by_their_order(reader: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "compression.jsonl", [{"step": step, **HEALTHY} for step in (1, 2, 3, 2)])
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_resumed_process_without_measurements_keeps_earlier_steps(tmp_path: Path) -> None:
+    Process(tmp_path, "a", 0).measure(*range(1, 31))
+    Process(tmp_path, "a", 10, since=20).add_event(22, "anomaly")
+    assert steps(tmp_path) == list(range(1, 21))
+    assert kinds(tmp_path) == ["anomaly"]
+
+
+def test_a_run_interrupted_by_another_is_read_whole(tmp_path: Path) -> None:
+    Process(tmp_path, "a", 0).measure(*range(1, 11))
+    Process(tmp_path, "b", 10).measure(*range(1, 16))
+    Process(tmp_path, "a", 20, since=10).measure(11, 12)
+    assert steps(tmp_path) == list(range(1, 13))
+
+
+def test_steps_after_the_last_measured_one_belong_to_the_run(tmp_path: Path) -> None:
+    trainer_run(tmp_path, "checkpoint-14", 14)
+    Process(tmp_path, "b", 0).measure(5, 10)
+    assert read_directory(tmp_path).trainer is not None
+    trainer_run(tmp_path, "checkpoint-15", 15)
+    trainer = read_directory(tmp_path).trainer
+    assert trainer is not None
+    assert trainer["global_step"] == 14

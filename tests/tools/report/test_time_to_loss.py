@@ -13,7 +13,7 @@ import pytest
 from deepspeed_compress.errors import UnsupportedError, install_command
 from deepspeed_compress.tools.plots import check_plotting
 from deepspeed_compress.tools.run_directory import METRICS, SUMMARY, read_directory
-from deepspeed_compress.tools.time_to_loss import curve, main, time_to
+from deepspeed_compress.tools.time_to_loss import common_goal, curve, main, read_run, time_to
 
 Lines = Sequence[Mapping[str, Any]]
 SENT = {"bytes_sent_per_step": 3e6, "bytes_weights_per_step": 1e6, "bytes_uncompressed_per_step": 3e6}
@@ -96,3 +96,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=re.escape(install_command("plot"))):
         check_plotting("--picture")
+
+
+def test_a_line_of_several_steps_counts_them_all() -> None:
+    lines = [{"step": 10, "step_time_s": 0.5}, {"step": 10, "eval_loss": 8.0}, {"step": 14, "step_time_s": 1.0}]
+    assert curve([*lines, {"step": 14, "eval_loss": 7.0}]) == [(5.0, 8.0), (9.0, 7.0)]
+
+
+def test_the_goal_is_a_loss_that_all_reach(tmp_path: Path) -> None:
+    slow = read_run(write_run(tmp_path / "slow", lines_of(4.0, [8, 7, 6]), {}))
+    fast = read_run(write_run(tmp_path / "fast", lines_of(1.0, [8, 7, 6.5, 6.6]), {}))
+    assert common_goal([slow, fast]) == 6.5
+    assert (slow.sent, slow.step_seconds, fast.step_seconds) == (None, 4.0, 1.0)

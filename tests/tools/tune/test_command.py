@@ -1,7 +1,9 @@
 """The command with synthetic trials: its files, when it continues, and when it refuses to."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +153,19 @@ def test_errors_are_reported_before_the_first_trial(tune: Tune, capsys: pytest.C
     assert tune(script="nowhere.py") == 1
     assert "nowhere.py: no such file" in capsys.readouterr().err
     assert not Path("tuning_results").exists()
+
+
+def test_nothing_is_compared_with_a_baseline_that_diverges(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(results={**GOOD, BASELINE: replace(BASE, loss=math.nan)}) == 0
+    out = capsys.readouterr().out
+    assert "The loss of uncompressed training is not finite" in out
+    assert "allow a larger gap" not in out
+
+
+def test_the_file_may_be_named_by_its_whole_path(
+    tune: Tune, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = str(tmp_path.resolve() / "ds.json")
+    assert tune(results={}) == 0
+    code = main(["tune", "--config", whole, "--output", "other", "--num_gpus", "2", "train.py", "--deepspeed", whole])
+    assert (code, capsys.readouterr().err) == (0, "")

@@ -89,3 +89,12 @@ def test_a_trial_that_time_has_ended_says_nothing() -> None:
     assert best([first, second], 0.005, "step_time") == (first, first.results["a"])
     unfinished = a_round(rung=LAST, baseline=Result("none", "stopped"))
     assert best([first, unfinished], 0.005, "step_time") == (first, first.results["a"])
+
+
+def test_one_that_is_out_dominates_nobody() -> None:
+    found = a_round(result("a", 0.02, 50, 50), result("b", 0.005, 90, 90))
+    assert promoted(found, "step_time") == ["b"]
+
+
+def test_equals_do_not_dominate_each_other() -> None:
+    assert set(promoted(a_round(result("a", 0, 90), result("b", 0, 90)), "step_time")) == {"a", "b"}

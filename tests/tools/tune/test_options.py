@@ -32,3 +32,28 @@ def test_durations() -> None:
     assert [duration(text) for text in ("90s", "2 h", "30min")] == [90, 7200, 1800]
     with pytest.raises(argparse.ArgumentTypeError, match='"2" is not a time'):
         duration("2")
+
+
+def test_a_script_may_come_at_once() -> None:
+    assert parsed("--config", "ds.json", "train.py", "-h").arguments == ["--", "train.py", "-h"]
+
+
+@pytest.mark.parametrize("given", [["-h"], ["--config", "ds.json", "--help"]])
+def test_help_before_the_script_is_ours(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed(*given)
+    assert stop.value.code == 0
+    assert "--target-loss-gap" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.5%", 0.005), ("0.005", 0.005), ("2 %", 0.02), (".5%", 0.005)])
+def test_shares(text: str, value: float) -> None:
+    assert share(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("given", [["--steps", "9"], ["--rungs", "0"], ["--metric", "loss"], ["--launcher", "slurm"]])
+def test_wrong_values(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed("--config", "ds.json", *given, "train.py")
+    assert stop.value.code == 2
+    assert given[0] in capsys.readouterr().err

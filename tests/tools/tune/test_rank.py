@@ -82,3 +82,23 @@ def test_a_script_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
 def test_a_script_with_another_configuration_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="/deepspeed_compress_trial: is missing from the configuration"):
         trial(tmp_path, "--rewrite")
+
+
+def test_all_bytes_are_counted(tmp_path: Path) -> None:
+    """The bytes are those of gradients and of the weights that ZeRO 1 gathers."""
+    lines = trial(tmp_path, section={"gradients": {"method": "none"}})
+    statistics_lines = [
+        json.loads(line) for line in (tmp_path / "statistics/compression.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in statistics_lines] == [5, 10]
+    [wanted] = {line["bytes_sent"] + line["bytes_weights"] for line in statistics_lines}
+    assert {line["bytes"] for line in lines} == {None, wanted}
+    assert statistics_lines[0]["bytes_weights"] > 0
+
+
+def test_trials_of_the_same_settings_see_the_same_losses(tmp_path: Path) -> None:
+    both = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        both.append([line["loss"] for line in trial(tmp_path / name)])
+    assert both[0] == both[1]

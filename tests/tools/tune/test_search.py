@@ -141,3 +141,25 @@ def test_the_display_tells_results_and_progress() -> None:
         "int4: 0 of 10 steps after 31 s",
     ]
     assert lines[-1] == "rung 1, 10 steps  int4                  failed: [no]"
+
+
+def test_a_candidate_that_fails_does_not_end_it() -> None:
+    fake = Fake({**GOOD, "g": Result("g", "failed", error="RuntimeError: no")})
+    outcome = run(fake)
+    assert outcome.rounds[0].results["g"].error == "RuntimeError: no"
+    assert [name for name, number in fake.started if number == 2] == [BASELINE, "f", "e", "d"]
+
+
+def test_nobody_survives() -> None:
+    fake = Fake({BASELINE: BASE, "a": result("a", 0.5, 10), "b": result("b", 0.0, 10, 2000)})
+    outcome = run(fake, "ab")
+    assert len(outcome.rounds) == 1
+    assert outcome.stopped == ""
+
+
+def test_no_trial_begins_after_the_time_budget() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake, seconds=80)
+    assert len(fake.started) == 8
+    assert [len(one.results) for one in outcome.rounds] == [8]
+    assert outcome.stopped == "the time budget was used up in rung 2"

@@ -172,3 +172,23 @@ def test_a_wrong_space(value: object, message: str, tmp_path: Path) -> None:
     assert message in str(raised.value)
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
         load_space(tmp_path / "missing.json", file())
+
+
+def test_settings_of_model_and_network_are_kept() -> None:
+    own = {
+        "gradients": {
+            "method": "topk",
+            "density": 0.5,
+            "min_numel": 10,
+            "hierarchy": {"ranks_per_node": 2},
+            "overrides": [{"parameters": "embed", "method": "none"}],
+        },
+        "monitor": {"every": 7},
+    }
+    found = section_of("blockwise4", own)
+    assert found["gradients"]["min_numel"] == 10
+    assert found["gradients"]["hierarchy"]["ranks_per_node"] == 2
+    assert found["gradients"]["overrides"][0]["parameters"] == "embed"
+    assert "density" not in found["gradients"]
+    assert found["monitor"] == {"every": 7}
+    assert section_of(FILE, own) == own

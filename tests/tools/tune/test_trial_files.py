@@ -134,3 +134,24 @@ def test_only_finished_trials_with_the_same_file_are_reused(tmp_path: Path) -> N
     assert finished_before(tmp_path, {"a": 2}) is None
     write_json(tmp_path / trials.RESULT, asdict(Result("a", "failed", error="out of memory")))
     assert finished_before(tmp_path, {"a": 1}) is None
+
+
+def test_it_may_be_the_launchers(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    given = ["--use_deepspeed", "--deepspeed_config_file", str(config), "train.py", "--deepspeed", "another.json"]
+    assert with_config(given, config, FILE) == [*given[:2], str(FILE), *given[3:]]
+
+
+def test_nothing_changes_settings_during_a_trial_and_the_baseline_has_no_cosine() -> None:
+    schedule = {"phases": [{"until": 0.5}, {"gradients": {"bits": 8}}], "total_steps": 9, "ramp": {"steps": 3}}
+    found = config_of({"guard": {}, "schedule": schedule})[SECTION]
+    assert "guard" not in found
+    assert found["schedule"] == {"warmup_steps": 0}
+    assert "cosine_every" not in config_of({"gradients": {"method": "none"}})[SECTION]["monitor"]
+
+
+@pytest.mark.parametrize("text", ['{"name": "int4", "unknown": 1, "tail": []}', "[]", "{}", "{", '{"tail": null}'])
+def test_a_result_of_another_version_is_measured_again(text: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "ds_config.json", DS_CONFIG)
+    (tmp_path / "result.json").write_text(text)
+    assert finished_before(tmp_path, DS_CONFIG) is None

@@ -180,3 +180,27 @@ def test_a_signal_ends_the_trial_too(number: signal.Signals, tmp_path: Path) -> 
     process.send_signal(number)
     assert process.wait(120) != 0
     wait_until_gone(int(child.read_text()))
+
+
+def test_a_trial_that_says_nothing(start: Any) -> None:
+    assert start("raise SystemExit(7)").error == "exit code 7, and no figures"
+    assert start("pass").error == "exit code 0, and no figures"
+
+
+def test_files_of_an_earlier_trial_are_removed(start: Any) -> None:
+    start(WRITES)
+    assert start("pass").status == "failed"
+
+
+IGNORES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(pathlib.Path(sys.argv[3]).parent / "ignores").write_text("SIGTERM")
+time.sleep(600)
+"""
+
+
+def test_a_trial_that_does_not_end_is_killed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "PATIENCE", 0.5)
+    result = start(IGNORES, until="ignores")
+    assert result.status == "stopped"

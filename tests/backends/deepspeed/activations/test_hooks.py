@@ -437,3 +437,28 @@ def test_detaching_from_a_row_restores_it() -> None:
     assert row.layer.bias is not None
     assert not row.model._forward_hooks
     assert not row.layer._forward_hooks
+
+
+def test_layers_without_gradients_are_unchanged() -> None:
+    one = Shared()
+    with torch.no_grad():
+        one.model(hidden())
+    one.model(hidden().detach())
+    assert [layer.summed_itself for layer in one.layers] == [2, 2, 2]
+    assert one.total.calls == 0
+
+
+def test_an_evaluation_is_left_to_deepspeed() -> None:
+    row = Row()
+    row.model(hidden())
+    with torch.no_grad():
+        row.model(hidden())
+        row.layer(hidden())
+    assert (row.total.calls, row.layer.summed_itself) == (1, 2)
+
+
+def test_a_copy_of_a_row_sums_by_itself() -> None:
+    row = Row()
+    other = copy.deepcopy(row.model)
+    other(hidden())
+    assert (row.total.calls, other.layer.summed_itself) == (0, 1)

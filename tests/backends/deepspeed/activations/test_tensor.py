@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.activations.tensor import is_column, is_row
 from deepspeed_compress.config import SECTION
 from tests.support.activations import flattened
 from tests.support.forks import run_forks
@@ -307,3 +308,17 @@ def test_bf16_with_replicas() -> None:
         assert ours == pytest.approx(plain, rel=5e-3)
     for _, (_, found) in ranks:
         assert replicated(found) == replicated(ranks[0][1][1])
+
+
+def kinds(rank: int) -> tuple[list[str], list[str]]:
+    modules = dict(start(Job(MERGED)).module.named_modules())
+    columns = [name.rpartition(".")[2] for name, module in modules.items() if is_column(module)]
+    rows = [name.rpartition(".")[2] for name, module in modules.items() if is_row(module)]
+    return columns, rows
+
+
+def test_split_layers_are_found_and_the_head_is_not_among_them() -> None:
+    columns, rows = run_forks(2, kinds, shared_memory=True)[0]
+    assert set(columns) == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert set(rows) == {"o_proj", "down_proj"}
+    assert (len(columns), len(rows)) == (5 * LAYERS, 2 * LAYERS)
