@@ -139,31 +139,24 @@ class Job:
 def search(job: Job) -> Plan:
     """Return the best layouts for a job: first all without compression, then the variants of the promising ones.
 
-    Those that use the memory of hosts are predicted if nothing fits, or nothing whose gradients are compressed.
+    States that are larger than a GPU are in the memory of the host, if they fit there.
     """
     layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf")
-    predictor = job.predictor()
-    plain = list(layouts.plain())
-    fitting, considered = _fitting(job, predictor, layouts, plain)
-    layouts.refused[TOO_LARGE] += len(plain) - sum(not one.layout.compressed for one in fitting)
-    if not fitting or (job.cluster.gpus > 1 and not any(one.layout.gradient_bits for one in fitting)):
-        offloaded, more = _fitting(job, predictor, layouts, list(with_offload(plain)))
-        fitting, considered = [*fitting, *offloaded], considered + more
-    best = _best_of_each_kind(fitting)
-    alike, islands = (tuple(one for one in best if (one.layout.islands > 1) == apart) for apart in (False, True))
-    return Plan(alike, islands, tuple(fitting), considered, +layouts.refused)
-
-
-def _fitting(job: Job, predictor: Predictor, layouts: Layouts, plain: Iterable[Layout]) -> tuple[list[Candidate], int]:
-    """Return those of `plain` and of the promising ones' variants that fit, and the number of fitting and variants."""
-    found = (job.candidate(predictor.predict(layout)) for layout in plain)
+    predictor, memory = job.predictor(), job.cluster.gpu.memory
+    found = [job.candidate(predictor.predict(plain)) for plain in layouts.plain()]
+    large = (one.layout for one in found if one.prediction.memory.states > memory)
+    found += [job.candidate(predictor.predict(layout)) for layout in with_offload(large)]
     fitting = [one for one in found if one.verdict != "does not fit"]
-    considered, limit = len(fitting), HOPELESS * min((one.days for one in fitting), default=0.0)
+    layouts.refused.update(TOO_LARGE for one in found if one.verdict == "does not fit")
+    considered = len(fitting)
+    limit = HOPELESS * min((one.days for one in fitting), default=0.0)
     for one in [one for one in fitting if _computing_days(one) <= limit]:
         variants = [job.candidate(predictor.predict(layout)) for layout in layouts.compressed(one.layout)]
         considered += len(variants)
         fitting += [variant for variant in variants if variant.verdict != "does not fit"]
-    return fitting, considered
+    best = _best_of_each_kind(fitting)
+    alike, islands = (tuple(one for one in best if (one.layout.islands > 1) == apart) for apart in (False, True))
+    return Plan(alike, islands, tuple(fitting), considered, layouts.refused)
 
 
 def _computing_days(candidate: Candidate) -> float:
