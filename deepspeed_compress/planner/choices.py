@@ -6,7 +6,7 @@ from itertools import product
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts, Offload
-from deepspeed_compress.planner.search import ISLANDS_LOST, TIE, Candidate, Job, Plan, loss_gap
+from deepspeed_compress.planner.search import ISLANDS_LOST, MUON_STEPS, TIE, Candidate, Job, Plan, loss_gap
 
 FASTER = 0.9
 """Share of the seconds of all other choices that another layout must stay below to be a choice, too."""
@@ -23,7 +23,7 @@ class Choice:
     Attributes:
         name: What differs from what runs now.
         candidate: The predicted layout.
-        loss: Increase of the loss, as a text; empty if there is none.
+        loss: Change of the loss, as a text; empty if there is none.
     """
 
     name: str
@@ -67,12 +67,21 @@ def choices(job: Job, plan: Plan, setup: Setup | None) -> tuple[Choice, ...]:
     return found
 
 
-def islands(plan: Plan) -> Iterator[Choice]:
-    """Yield the fastest layout with islands, which trains in another way."""
+def others(job: Job, plan: Plan, now: Choice) -> Iterator[Choice]:
+    """Yield what trains in another way: Muon in the layout that runs now, and the fastest layout with islands.
+
+    Under ZeRO 3, Muon's gathers are not predicted.
+    """
+    layout, is_plain = now.candidate.layout, not job.model.rank and job.model.experts == 1 and job.engine == "deepspeed"
+    if layout.zero < 3 and is_plain and not layout.shard_within and layout.data > 1:
+        bits = layout.gradient_bits or 4
+        weights = (layout.weight_bits or max(bits, 4)) if layout.zero else 0
+        muon = replace(layout, optimizer="Muon", gradient_bits=bits, weight_bits=weights)
+        yield Choice(f"Muon, {bits} bits", _predicted(job, muon), f"as now, in {MUON_STEPS:.0%} of the steps")
     if plan.islands:
         layout = plan.islands[0].layout
         name = f"{layout.islands} islands, exchange every {layout.sync_every} steps"
-        yield Choice(name, plan.islands[0], ISLANDS_LOST)
+        yield Choice(name, plan.islands[0], f"+{ISLANDS_LOST}")
 
 
 def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
@@ -130,7 +139,7 @@ def _predicted(job: Job, layout: Layout) -> Candidate:
 
 def _choice(name: str, candidate: Candidate, job: Job) -> Choice:
     gap = loss_gap(candidate.layout, job.model.parameters)
-    return Choice(name, candidate, f"{100 * gap:.2f} %" if gap else "")
+    return Choice(name, candidate, f"+{100 * gap:.2f} %" if gap else "")
 
 
 def better_batch(job: Job, plan: Plan) -> tuple[int, float] | None:

@@ -1,12 +1,19 @@
 """Files for the best layout: its ds_config.json and the command that starts it."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.planner.cluster import Cluster
-from deepspeed_compress.planner.layout import Layout
+from deepspeed_compress.planner.layout import Layout, Optimizer
+
+_RATES: Mapping[Optimizer, dict[str, Any]] = {
+    "AdamW": {"lr": 3e-4},
+    "Muon": {"muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95},
+}
+_OTHERS = {"betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
 def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
@@ -36,9 +43,9 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": layout.micro,
         "gradient_accumulation_steps": layout.accumulation,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0 if layout.optimizer == "Muon" else 1.0,
         **({} if cluster.gpu.precision == "fp32" else {cluster.gpu.precision: {"enabled": True}}),
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": layout.optimizer, "params": _RATES[layout.optimizer] | _OTHERS},
         "zero_optimization": zero,
         "deepspeed_compress": section,
     }

@@ -11,6 +11,7 @@ from deepspeed_compress.planner.model import Model
 
 Recompute = Literal["none", "full", "selective"]
 Engine = Literal["deepspeed", "megatron"]
+Optimizer = Literal["AdamW", "Muon"]
 Offload = Literal["none", "optimizer", "all"]
 """What is in the memory of the host: nothing, optimizer states, or optimizer states and weights (ZeRO 3)."""
 
@@ -36,6 +37,7 @@ class Layout:
         sync_every: Steps between exchanges of islands.
         offload: What is in the memory of the host.
         engine: Program that can start it.
+        optimizer: Optimizer of the matrices in layers.
     """
 
     tensor: int
@@ -54,6 +56,7 @@ class Layout:
     sync_every: int = 1
     offload: Offload = "none"
     engine: Engine = "deepspeed"
+    optimizer: Optimizer = "AdamW"
 
     @property
     def ranks(self) -> int:
@@ -90,6 +93,7 @@ class Layout:
         )
         parts += [f"i{self.islands}every{self.sync_every}"] * (self.islands > 1)
         parts += [f"offload_{self.offload}"] * (self.offload != "none")
+        parts += ["muon"] * (self.optimizer == "Muon")
         return "-".join(parts + ["megatron"] * (self.engine == "megatron"))
 
 

@@ -115,6 +115,7 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
         _optimizer(links, device, stage, layout),
+        _orthogonalization(device, model, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
         _issuing(traffic, layout.accumulation * batch.ahead),
     ]
@@ -199,6 +200,19 @@ def _optimizer(links: Links, device: Device, stage: Stage, layout: Layout) -> Te
     seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
     return local("optimizer", "memory", seconds, formula, "software.py")
+
+
+MUON_ITERATIONS = 5
+"""Iterations of Newton and Schulz in a step (`deepspeed.runtime.zero.muon`, `ns_steps`)."""
+
+
+def _orthogonalization(device: Device, model: Model, stage: Stage, layout: Layout) -> Term:
+    """Return the products with which Muon makes matrices orthogonal: X X', its square, and that times X, repeatedly."""
+    sizes = [sorted(matrix) for matrix in model.adapted] if layout.optimizer == "Muon" else []
+    once = sum(2 * device.product(short, long, short) + device.product(short, short, short) for short, long in sizes)
+    seconds = MUON_ITERATIONS * once * stage.layers / (layout.shards if layout.zero else 1)
+    formula = f"{MUON_ITERATIONS} iterations for {len(sizes)} matrices of {stage.layers} layers, divided over ranks"
+    return local("Muon", "compute", seconds, formula, "2502.16982, section 2")
 
 
 def _exposed(device: Device, hidden: float) -> float:

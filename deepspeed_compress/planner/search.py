@@ -111,7 +111,8 @@ class Job:
         """Return the days of a predicted layout."""
         gap = loss_gap(prediction.layout, self.model.parameters)
         extra = extra_tokens(gap, self.model.parameters, self.tokens)
-        days = self.tokens * (1 + extra) / prediction.rate / _DAY
+        steps = MUON_STEPS if prediction.layout.optimizer == "Muon" else 1.0
+        days = steps * self.tokens * (1 + extra) / prediction.rate / _DAY
         return Candidate(prediction, extra, days, prediction.memory.verdict(self.cluster.gpu.memory))
 
     def outside(self, layout: Layout) -> Iterator[str]:
@@ -204,6 +205,8 @@ DILOCO: Mapping[int, tuple[float, float]] = {
 """Factor and exponent of loss = factor x parameters ^ exponent, by islands (2503.09799, exchanges every 30 steps)."""
 ISLANDS_LOST = "2 to 7 %"
 """Increase of the loss by islands that exchange every 30 steps in our own runs (docs/results.md, "Islands")."""
+MUON_STEPS = 0.54
+"""Share of AdamW's steps that Muon needs for the same loss (docs/results.md, "Muon": 10.5M parameters)."""
 DILOCO_RANGE = (35e6, 10e9)
 """Parameters for which that law was measured or checked."""
 MEASURED = 10.5e6

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.choices import Choice, Setup, choices, islands
+from deepspeed_compress.planner.choices import Choice, Setup, choices, others
 from deepspeed_compress.planner.files import Start, ds_config
 from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search
@@ -46,13 +46,13 @@ def run(options: argparse.Namespace) -> int:
         job = replace(job, constants=measured.constants)
         plan = _search(job)
     found = choices(job, plan, setup)
-    rows = _rows(found, plan, options.all)
+    rows = _rows(found, plan, job, options.all)
     if options.explain is not None:
         explain(_chosen(rows, plan, "--explain", options.explain), job)
     elif options.all or options.measure is not None:
         print_plan(plan, job, measured)
     else:
-        print_choices(found, tuple(islands(plan)), plan, job, measured)
+        print_choices(found, tuple(others(job, plan, found[0])), plan, job, measured)
     if options.output is not None:
         best = plan.recommended if options.choose is None else _chosen(rows, plan, "--choose", options.choose)
         _write(best, job, options)
@@ -76,10 +76,10 @@ def _measure(ranks: JobRanks, plan: Plan, job: Job, setup: Setup | None, options
     return measured
 
 
-def _rows(found: Sequence[Choice], plan: Plan, shows_all: bool) -> dict[str, Candidate]:
+def _rows(found: Sequence[Choice], plan: Plan, job: Job, shows_all: bool) -> dict[str, Candidate]:
     """Return the layouts by their numbers in the table: what one can choose from, or every kind."""
     if not shows_all:
-        return {str(number): one.candidate for number, one in enumerate((*found, *islands(plan)), 1)}
+        return {str(number): one.candidate for number, one in enumerate((*found, *others(job, plan, found[0])), 1)}
     blocks = {"": plan.candidates, "I": plan.islands}
     return {f"{letter}{number}": one for letter, some in blocks.items() for number, one in enumerate(some, 1)}
 

@@ -151,7 +151,7 @@ def print_choices(
         print(line)
     if any(one.loss for one in everything):
         size = "" if job.model.parameters <= MEASURED else ", not at this size"
-        print(f"Loss: how much higher, measured with up to {short(MEASURED)} parameters{size}.")
+        print(f"Loss: measured with up to {short(MEASURED)} parameters{size}.")
     if others:
         print("Below the line, training itself changes.")
     print('Ranges mostly move together, so "times as fast" is more certain than seconds.')
@@ -175,7 +175,7 @@ def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:
         f"{candidate.days:.3g}",
         _memory(candidate),
         _sent(candidate, job),
-        f"+{choice.loss}" if choice.loss else "as now",
+        choice.loss or "as now",
     )
 
 

@@ -20,6 +20,7 @@ SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
 @dataclass(frozen=True)
 class Found:
     constants: Constants
+    steps: Sequence[Step] = ()
 
 
 def test_choices_are_measured_once_and_compared(
@@ -28,7 +29,7 @@ def test_choices_are_measured_once_and_compared(
     taken: list[Layout] = []
 
     def measure(layouts: Sequence[Layout], *_: object) -> Found:
-        assert [(one.zero, one.gradient_bits) for one in layouts] == [(1, 0), (1, 4)]
+        assert [(one.zero, one.shard_within, one.gradient_bits) for one in layouts] == [(1, 0, 0), (1, 0, 4), (1, 2, 3)]
         return Found(SLOW)
 
     def measure_steps(layouts: Sequence[Layout], *_: object) -> list[Step]:
