@@ -174,13 +174,13 @@ the state of a rank that is no more is lost
     checkpointing/deepspeed/test_checkpoint.py
 what DDP drops of unused parameters is lost
     Unused._remember: kept.add_(surplus, alpha=self._group.size()) => kept
-    backends/test_ddp.py
+    backends/contract/test_contract.py
 parts of FSDP2 in the wrong order
     fsdp2.gradients._segments: owner * share => (ranks - 1 - owner) * share
     backends/test_fsdp2_layout.py
 copies of a model add up
     fsdp2.gradients._Reduction._scale: 1.0 / self._ranks.size => 1.0 / shards
-    backends/test_fsdp2.py
+    backends/contract/test_contract.py
 FSDP2 evaluates with rounded weights
     fsdp2.weights._Gather.forget: self.unit.module.reshard() => None
     backends/test_fsdp2.py
@@ -189,19 +189,19 @@ weights divided again by FSDP2 are rounded twice
     backends/test_fsdp2.py
 gradients that are cleared in vain leave a trace
     TorchSteps.forget: self.reduced and not self._asked => self._asked
-    backends/test_ddp.py
+    backends/contract/test_contract.py
 Megatron's shares are cut without padding
     buckets.flat_sizes: flat.numel() - end => 0
-    backends/test_megatron.py
+    backends/contract/test_contract.py
 Megatron's messages are numbered as they leave
     megatron.gradients.Gradients._sent: number => None
-    backends/test_megatron.py
+    backends/contract/test_contract.py
 copies on tensor-parallel ranks are compressed
     Share._copied: self._tensor_size > 1 => self._tensor_size < 0
     backends/test_megatron_layouts.py
 differences to weights that nobody else has
     megatron.weights.Weights._put_back: flat.own.copy_(own) => own.copy_(flat.own)
-    backends/test_megatron.py
+    backends/contract/test_contract.py
 swapped owner
     buckets.even_partition: Segment(name, begin, length, offset, owner)
         => Segment(name, begin, length, offset, world_size - 1 - owner)

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.integrations.trainers import (
     trainer_of,
 )
 from tests.support.forks import run_forks
+from tests.support.processes import run_command
 from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start, take_steps
 
 STEPS = 6
@@ -234,12 +233,7 @@ def test_ds_compress_run_compresses_a_ddp_script(tmp_path: Path) -> None:
     written = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
     (tmp_path / "compress.json").write_text(json.dumps(written))
     command = ["run", "--launcher", "torchrun", "--section", str(tmp_path / "compress.json"), "--standalone"]
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_compress.cli", *command, "--nproc_per_node", "2", str(tmp_path / "train.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(*command, "--nproc_per_node", "2", str(tmp_path / "train.py"))
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in statistics_lines(str(tmp_path))]
     assert len(steps) == 3
@@ -250,8 +244,6 @@ def test_ds_compress_run_compresses_a_ddp_script(tmp_path: Path) -> None:
 def test_ds_compress_run_refuses_an_invalid_section(tmp_path: Path) -> None:
     (tmp_path / "compress.json").write_text('{"deepspeed_compress": {"gradients": {"bits": 5}}}')
     command = ["run", "--section", str(tmp_path / "compress.json"), "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_compress.cli", *command], capture_output=True, text=True, check=False
-    )
+    done = run_command(*command)
     assert done.returncode == 1
     assert "/deepspeed_compress/gradients" in done.stderr

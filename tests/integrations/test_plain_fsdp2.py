@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import statistics_lines, train_with_accelerate
 from tests.support.forks import run_forks
+from tests.support.processes import run_command
 from tests.support.sharded import WEIGHTS, Setting
 from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, section, start, take_steps
 
@@ -167,12 +166,7 @@ def test_ds_compress_run_compresses_a_fully_shard_script(tmp_path: Path) -> None
     written: Mapping[str, Any] = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
     (tmp_path / "compress.json").write_text(json.dumps(written))
     command = ["run", "--launcher", "torchrun", "--section", str(tmp_path / "compress.json"), "--standalone"]
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_compress.cli", *command, "--nproc_per_node", "2", str(tmp_path / "train.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(*command, "--nproc_per_node", "2", str(tmp_path / "train.py"))
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in statistics_lines(str(tmp_path))]
     assert len(steps) == 3

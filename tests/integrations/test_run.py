@@ -18,6 +18,7 @@ from deepspeed_compress.integrations.launch import find_configurations, find_pro
 from deepspeed_compress.tools import run
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
+from tests.support.processes import run_command
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -369,9 +370,8 @@ def test_one_process_needs_neither_launcher_nor_mpi(tmp_path: Path, monkeypatch:
 
 def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", launcher, *arguments]
     environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_command("run", "--launcher", launcher, *arguments, env=environment)
 
 
 def result(started: subprocess.CompletedProcess[str], directory: Path) -> dict[str, Any]:

@@ -2,22 +2,21 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
 from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
-from deepspeed_compress.transport.machine_server import MachineServer
 from tests.support.leftovers import own_port
+from tests.support.transport import running
 
 
 @contextlib.contextmanager
 def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
     """Run a coordinator, and yield its address, "host:port"."""
     server = island_server(StateFile(state) if state is not None else None, "127.0.0.1", port)
-    with serving(server):
+    with running(server):
         yield f"127.0.0.1:{server.port}"
 
 
@@ -25,23 +24,8 @@ def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
 def parameter_server(state: Path | None = None, port: int = 0) -> Iterator[ParameterServer]:
     """Run a parameter server, and yield it."""
     server = ParameterServer(Snapshot(state) if state is not None else None, "127.0.0.1", port)
-    with serving(server):
+    with running(server):
         yield server
-
-
-@contextlib.contextmanager
-def serving(server: MachineServer | ParameterServer) -> Iterator[None]:
-    """Run `server` in a thread."""
-    ready = threading.Event()
-    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
-    thread.start()
-    assert ready.wait(120), "the server does not start"
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive(), "the server does not end"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.support.transport import until
 
@@ -14,6 +15,8 @@ __all__ = [
     "alive",
     "join_threads",
     "resident_memory",
+    "run_command",
+    "run_python",
     "serve_islands",
     "start_threads",
     "start_ticks",
@@ -52,6 +55,16 @@ def wait_until_gone(pid: int) -> None:
 def resident_memory(pid: int) -> int:
     """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def run_python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with `arguments`, and return its exit status and what it prints. `options` are those of a process."""
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, **options)
+
+
+def run_command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `ds-compress` in a new process."""
+    return run_python("-m", "deepspeed_compress.cli", *arguments, **options)
 
 
 @contextmanager

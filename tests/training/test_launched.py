@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -58,17 +59,8 @@ def launch(port: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        port,
-    ]
-    command += [str(ROOT / "launch" / "train_gpt.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    runner = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port)
+    return run_python("-m", *runner, ROOT / "launch" / "train_gpt.py", *arguments, env=environment)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
