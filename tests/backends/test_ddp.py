@@ -128,7 +128,6 @@ def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
 
 def without_the_scaler(rank: int) -> bool:
     """Step the optimizer itself, as programs do whose scaler is disabled, and train without any scaler."""
-    start()
     ends = []
     for scaler in (torch.amp.GradScaler("cpu", enabled=False), None):
         model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
@@ -144,7 +143,6 @@ def test_steps_without_the_scaler_are_applied_steps() -> None:
 
 def two_optimizers(rank: int) -> dict[str, Any]:
     """Use one scaler for two models and update it after each of them, as many GAN programs do."""
-    start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     pairs = [Setting(FOUR_BITS).build(scaler) for _ in range(2)]
     kept = []
@@ -177,7 +175,6 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
 
     A backward pass raises after most gradients were sent, and a new wrapper of the same process group loads.
     """
-    start()
     model, optimizer, attached = Setting(given).build()
     take_steps(model, optimizer, rank, range(3, 6))
     attached.save(directory)
@@ -232,7 +229,6 @@ def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def replaced(rank: int, back: bool) -> list[str]:
     """Return the warnings if the program steps another optimizer or, with `back`, restores weights twice."""
-    start()
     model, optimizer, _ = Setting(FOUR_BITS).build()
     other = torch.optim.SGD(model.parameters(), lr=1e-3)
     with messages.caught_warnings() as texts:
@@ -250,7 +246,6 @@ def test_a_replaced_optimizer_causes_a_warning(back: bool, times: int) -> None:
 
 
 def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
-    start()
     _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
     with messages.caught_warnings() as texts:
         error = messages.refusal(deepspeed_compress.StateError, attached.load, directory)
@@ -431,7 +426,6 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
 
 def with_failing_subscriber(rank: int) -> list[str]:
     """Return the warnings of steps in which a subscriber raises."""
-    start()
     model, optimizer, attached = Setting(FOUR_BITS).build()
     attached.session.subscribe(interrupt)
     with messages.caught_warnings() as texts:
@@ -448,7 +442,6 @@ def test_a_subscriber_that_fails_does_not_stop_training() -> None:
 
 def copied(rank: int) -> list[list[list[float]]]:
     """Return the weights after a step of a model, of its copy, and of its pickle, all from the same initial weights."""
-    start()
     model, optimizer, _ = Setting(FOUR_BITS, options={"find_unused_parameters": True}).build()
     take_steps(model, optimizer, rank, range(1))
     optimizer.zero_grad()
@@ -514,7 +507,6 @@ def test_optimizers_that_wrap_another_one() -> None:
 
 def failing(rank: int) -> list[list[list[float]]]:
     """Return the weights without compression, and after attaching failed once: uncompressed, and attached again."""
-    start()
     found = []
     for attempts in (0, 1, 2):
         model, optimizer, _ = Setting(None).build()

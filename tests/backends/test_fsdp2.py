@@ -1,6 +1,5 @@
 """Tests of `deepspeed_compress.fsdp2`: FSDP2 programs with and without compression, in the same processes."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import deepspeed_compress
-from deepspeed_compress.errors import CompressWarning
 from tests.backends.contract.branches import gradients
 from tests.backends.contract.fsdp2 import BF16, HSDP, KEPT, freeze, reducing_twice
 from tests.support import messages
@@ -53,7 +51,6 @@ def interrupt(module: Any, gradients: Any) -> None:
 
 def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> list[list[float]]:
     """Return the final weights after a backward pass raised with two units reduced, and a new model loaded."""
-    start()
     model, optimizer, attached = Setting(STOCHASTIC).build()
     take_steps(model, optimizer, rank, range(3))
     attached.save(directory)
@@ -76,7 +73,6 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path:
 
 
 def load_other_copies(rank: int, directory: str) -> str:
-    start()
     for mesh in (HSDP, (4,)):
         model, optimizer, attached = Setting(FOUR_BITS, mesh).build()
         if mesh == HSDP:
@@ -92,7 +88,6 @@ def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
 
 def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
     """Return the statistics of a step, and the numbers of elements of a rank's shard and of the model."""
-    start()
     model, optimizer, attached = replace(setting, section={**given, "monitor": {"announce": False}}).build()
     figures: list[Any] = []
     attached.session.subscribe(figures.append)
@@ -171,7 +166,6 @@ def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, An
 
     With `early`, the program requests weights before they are needed.
     """
-    start()
     model, optimizer, _ = Setting(WEIGHTS, prepare=watch, options=options).build()
     if early:
         model.set_modules_to_forward_prefetch([model.left, model.right])
@@ -222,16 +216,14 @@ def test_weights_are_rounded_equally_on_all_ranks_and_only_in_training(
 
 def warned_in(rank: int, *modes: bool) -> list[str]:
     """Return the warnings of a run whose steps are in training mode, or in evaluation mode if False."""
-    start()
     model, optimizer, _ = Setting({"gradients": {"method": "none"}, **WEIGHTS}).build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with messages.caught_warnings() as texts:
         for step, training in enumerate(modes):
             model.train(training)
             plain(model, rank, step)
             optimizer.step()
             optimizer.zero_grad()
-    return [str(one.message) for one in caught if one.category is CompressWarning]
+    return texts
 
 
 def test_training_in_evaluation_mode_warns_once() -> None:
@@ -271,7 +263,6 @@ def adapt(model: Branches) -> None:
 
 def gathered_exactly(rank: int, weights: Mapping[str, Any]) -> list[set[str]]:
     """Return the parameters that forward and backward of each step see exactly, and all ranks alike."""
-    start()
     given = {"gradients": {"method": "none"}, "weights": weights}
     model, optimizer, _ = Setting(given, prepare=adapt, units=("packed", "left")).build()
     found = []
@@ -317,7 +308,6 @@ EVALUATIONS = [(lambda model, rank: loss_of(model, rank, 0), Setting()), (by_met
 
 def evaluated(rank: int) -> list[bool]:
     """Return whether evaluation is exact after a training forward pass, which keeps the weights of the root."""
-    start()
     found = []
     for evaluate, setting in EVALUATIONS:
         results = []
@@ -335,7 +325,6 @@ def test_evaluation_is_exact_whatever_was_gathered_before() -> None:
 
 def discarded(rank: int) -> list[tuple[int, float]]:
     """Return the steps and the residuals after a step whose gradients the program removes, by way of the forward."""
-    start()
     found = []
     for name in ("forward", "compute"):
         model, optimizer, attached = Setting(FOUR_BITS, lr=0.0).build()

@@ -5,19 +5,19 @@ import os
 import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed_compress import CompressWarning, ConfigError, cli
+from deepspeed_compress import ConfigError, cli
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
 from deepspeed_compress.integrations.launch import find_configurations, find_program, launch_command
 from deepspeed_compress.tools import run
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
+from tests.support.messages import caught_warnings
 from tests.support.processes import run_command
 
 HERE = Path(__file__).parent
@@ -85,11 +85,9 @@ def test_no_python_is_refused() -> None:
 
 def run_here(rank: int, script: str, arguments: list[str]) -> tuple[list[str], list[str]]:
     """Run a script in this process; return the lines that it has written, and our warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         runner.main([*arguments[:1], script, *arguments[1:]])
-    ours = [str(warning.message) for warning in caught if warning.category is CompressWarning]
-    return Path(f"{script}.out").read_text().splitlines(), ours
+    return Path(f"{script}.out").read_text().splitlines(), texts
 
 
 @pytest.mark.parametrize(("ranks", "flag", "warnings"), [(1, "--flag", [1]), (2, "--flag", [1, 0]), (1, "--help", [0])])

@@ -88,7 +88,9 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def start() -> None:
-    dist.init_process_group("gloo")
+    """Join the ranks of the job, unless this rank has done so."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
 
 
 def section(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +112,7 @@ class Setting:
     lr: float = 0.05
 
     def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
+        start()
         model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
         attached = None

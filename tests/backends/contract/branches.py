@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.attached import Case, Gradients, Run, Section
 from tests.support.methods import METHODS as EVERY
 from tests.support.methods import WITHOUT_MOMENTUM
-from tests.support.two_branches import FOUR_BITS, LOW_RANK, NO_FEEDBACK, STOCHASTIC, loss_of, start, whole
+from tests.support.two_branches import FOUR_BITS, LOW_RANK, NO_FEEDBACK, STOCHASTIC, loss_of, whole
 
 METHODS: Mapping[str, Section] = {
     **{name: given for name, given in {**EVERY, **WITHOUT_MOMENTUM}.items() if "overrides" not in given},
@@ -38,8 +37,6 @@ class BranchesRun(Run):
     """A run of the model of `case`. With `still`, weights stay."""
 
     def __init__(self, case: "Branching", rank: int, section: Section | None, still: bool) -> None:
-        if not dist.is_initialized():
-            start()
         self._case, self._rank, self._step = case, rank, 0
         self._scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if case.scaled else None
         setting = replace(case.setting, section=section, lr=0.0 if still else case.setting.lr)
