@@ -134,7 +134,7 @@ a large gradient is freed while it is reduced: backends/deepspeed/test_streams.p
     _Buckets._reduce: self._keep(tensor) => None
 a host reads a message: compression/test_host_waits.py
     RandomK._positions: seed => seed.new_tensor(int(seed))
-residuals keep the old loss scale: compression/test_feedback.py backends/deepspeed/test_overflow.py
+residuals keep the old loss scale: compression/test_feedback.py backends/contract/test_contract.py
     Residuals.scale: factor => 1.0
 off by one where bits are packed: compression/test_kernels.py compression/test_cpu_kernels.py
     reference_bits._overlaps: ((value + 1) * width - 1) // 8 + 1 => (value + 1) * width // 8

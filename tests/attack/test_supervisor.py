@@ -17,9 +17,10 @@ from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.machine_server import MachineServer, Service
+from tests.support.coordinators import serving
 from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated
 from tests.support.processes import MEGABYTE, resident_memory
-from tests.support.transport import running, until
+from tests.support.transport import until
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -78,7 +79,7 @@ def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
     service = Service(SUPERVISOR, "agent", FROM_AGENTS)
     server = MachineServer(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
-    with running(server):
+    with serving(server):
         yield f"127.0.0.1:{server.port}"
 
 

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from deepspeed_compress.compression.kernels.compiled import MARCH
 from tests.gpu.comparisons import same_bits
 from tests.gpu.operations import COMPARISONS, FORMS, dequantize, quantize, top_k, top_k_of_sum
 from tests.support.kernels import operations
-from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
         "print(for_device(torch.device('cpu')).__name__)\n"
     )
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), MARCH: "x86-64-v2"}
-    run = run_python("-c", program, env=environment, check=True)
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["deepspeed_compress.compression.kernels.cpu"]
     (library,) = tmp_path.glob("*.so")
     assert (
@@ -244,7 +244,14 @@ def test_without_a_compiler_plain_torch_is_used_with_a_warning(tmp_path: Path) -
     )
     environment = {"PATH": "/nonexistent", "CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     for switch, warned in (("", True), ("torch", False)):
-        run = run_python("-c", program, env=environment | {SWITCH: switch}, check=True, cwd=ROOT)
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment | {SWITCH: switch},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
         name, messages = run.stdout.splitlines()
         assert name == "deepspeed_compress.compression.kernels.reference"
         assert ("g++" in messages) == warned

@@ -11,12 +11,15 @@ from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
 from tests.support.leftovers import own_port
 from tests.support.transport import running
 
+serving = running
+"""Context in which a server of islands runs in a thread."""
+
 
 @contextlib.contextmanager
 def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
     """Run a coordinator, and yield its address, "host:port"."""
     server = island_server(StateFile(state) if state is not None else None, "127.0.0.1", port)
-    with running(server):
+    with serving(server):
         yield f"127.0.0.1:{server.port}"
 
 
@@ -24,7 +27,7 @@ def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
 def parameter_server(state: Path | None = None, port: int = 0) -> Iterator[ParameterServer]:
     """Run a parameter server, and yield it."""
     server = ParameterServer(Snapshot(state) if state is not None else None, "127.0.0.1", port)
-    with running(server):
+    with serving(server):
         yield server
 
 

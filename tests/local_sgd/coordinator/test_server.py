@@ -15,8 +15,8 @@ from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, isla
 from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
-from tests.support.coordinators import coordinator
-from tests.support.transport import running, until
+from tests.support.coordinators import coordinator, serving
+from tests.support.transport import until
 
 JOIN = {"kind": "join", "name": "x", "terms": {"timeout": 1.0}, "store": "a:1", "addresses": []}
 
@@ -44,7 +44,7 @@ def test_leave_returns_after_the_coordinator_has_removed_the_island() -> None:
 def test_the_log_reports_islands_that_join_and_leave_with_reasons() -> None:
     printed: list[str] = []
     server = island_server(None, "127.0.0.1", 0, printed.append)
-    with running(server):
+    with serving(server):
         address, terms = f"127.0.0.1:{server.port}", {"timeout": 1.0}
         client = CoordinatorClient(address, 1.0, 60.0, terms, "host:1", ["host:2"])
         client.leave()
@@ -67,7 +67,7 @@ def test_a_state_that_cannot_be_written_is_reported_and_delays_all_answers(tmp_p
     printed: list[str] = []
     file = StateFile(tmp_path / "here" / "state.json")
     server = island_server(file, "127.0.0.1", 0, printed.append)
-    with running(server), connect(f"127.0.0.1:{server.port}", COORDINATOR, Credentials.find()) as there:
+    with serving(server), connect(f"127.0.0.1:{server.port}", COORDINATOR, Credentials.find()) as there:
         (tmp_path / "here").rename(tmp_path / "away")
         there.send(JOIN)
         until(lambda: any("the state cannot be written" in one for one in printed))
@@ -98,7 +98,7 @@ def test_a_stall_of_the_coordinator_does_not_lose_islands(monkeypatch: pytest.Mo
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr("deepspeed_compress.transport.machine_server.time", clock)
     server._lock = lock = WatchedLock()  # type: ignore[assignment]
-    with running(server):
+    with serving(server):
         address = f"127.0.0.1:{server.port}"
         client = CoordinatorClient(address, 60.0, 600.0, {"timeout": 60.0}, "host:1", ["host:2"])
         for _ in range(2):
