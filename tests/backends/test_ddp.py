@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_compress
 from deepspeed_compress.backends.sessions import read_section
-from tests.backends.contract.ddp import CASES, UNUSED, synchronising_twice
+from tests.backends.contract.ddp import PROGRAMS, UNUSED, synchronising_twice
 from tests.support import messages
 from tests.support.attached import residuals_by_parameter
 from tests.support.forks import run_forks
+from tests.support.methods import NONE
 from tests.support.seeds import Excess
 from tests.support.two_branches import (
     FOUR_BITS,
     LOW_RANK,
-    NONE,
     STOCHASTIC,
     WIDTH,
     Branches,
@@ -220,7 +220,7 @@ def load_of_another(rank: int, directory: str) -> list[str]:
 
 
 def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
-    run_forks(2, residuals_by_parameter, CASES["plain"], str(tmp_path), True)
+    run_forks(2, residuals_by_parameter, PROGRAMS["plain"], str(tmp_path), True)
     for other, larger, same in run_forks(2, load_of_another, str(tmp_path)):
         assert "this model has weight, bias" in other
         assert "with another first.weight" in larger

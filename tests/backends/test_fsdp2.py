@@ -20,12 +20,12 @@ from tests.backends.contract.branches import gradients
 from tests.backends.contract.fsdp2 import BF16, HSDP, KEPT, freeze, reducing_twice
 from tests.support import messages
 from tests.support.forks import run_forks
+from tests.support.methods import NONE
 from tests.support.seeds import Excess
 from tests.support.sharded import WEIGHTS, Setting
 from tests.support.two_branches import (
     FOUR_BITS,
     LOW_RANK,
-    NONE,
     STOCHASTIC,
     WIDTH,
     Branches,

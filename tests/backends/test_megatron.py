@@ -200,6 +200,7 @@ def test_two_models_at_once() -> None:
 
 def alone(rank: int) -> bool:
     """Train on one rank, which sends nothing and changes nothing."""
+    start()
     with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
         run = MegatronRun(options_of((True, True)), rank, FOUR_BITS)
     return run.after(range(3)) == MegatronRun(options_of((True, True)), rank, None).after(range(3))

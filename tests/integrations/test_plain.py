@@ -24,8 +24,9 @@ from tests.integrations.trainers import (
     trainer_of,
 )
 from tests.support.forks import run_forks
+from tests.support.methods import NONE
 from tests.support.processes import run_command
-from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, refusal, section, start, take_steps
+from tests.support.two_branches import FOUR_BITS, Branches, Setting, loss_of, refusal, section, start, take_steps
 
 STEPS = 6
 

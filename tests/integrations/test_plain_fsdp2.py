@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import deepspeed_compress
 from tests.integrations.trainers import train_with_accelerate
 from tests.support.forks import run_forks
+from tests.support.methods import NONE
 from tests.support.sharded import WEIGHTS, Setting
-from tests.support.two_branches import FOUR_BITS, NONE, Branches, loss_of, refusal, section, start, take_steps
+from tests.support.two_branches import FOUR_BITS, Branches, loss_of, refusal, section, start, take_steps
 
 SAMPLED = pytest.mark.sampled(4)
 

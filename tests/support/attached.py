@@ -18,7 +18,8 @@ from torch import Tensor
 
 from deepspeed_compress import UnsupportedError
 from tests.support.messages import refusal
-from tests.support.two_branches import FOUR_BITS, NONE, bits_of, residual_sums, same_on_all
+from tests.support.methods import NONE
+from tests.support.two_branches import FOUR_BITS, bits_of, residual_sums, same_on_all
 
 Section = Mapping[str, Any]
 Gradients = dict[tuple[str, int], Tensor]

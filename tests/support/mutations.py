@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["any_value", "change", "damage", "damaged_document", "damaged_line"]
-
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 3, 2**31, 2**53 + 1, 2**63, -(2**70), 10**400, 0.5, -0.0, 1e308, -1e300),
     *(float("nan"), float("inf"), "", "1", "x", "9" * 5000, "\x1b[31mred\x07", "\ud800", "\x00", "../../etc/passwd"),

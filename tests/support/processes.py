@@ -10,19 +10,6 @@ from typing import Any
 
 from tests.support.transport import until
 
-__all__ = [
-    "MEGABYTE",
-    "alive",
-    "join_threads",
-    "resident_memory",
-    "run_command",
-    "run_python",
-    "serve_islands",
-    "start_threads",
-    "start_ticks",
-    "wait_until_gone",
-]
-
 MEGABYTE = 1 << 20
 
 

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import fully_shard
 import deepspeed_compress
 from tests.support.two_branches import Branches, section, start
 
-__all__ = ["WEIGHTS", "Setting", "as_given"]
-
 WEIGHTS = {"gradients": {"method": "none"}, "weights": {"bits": 4, "block_size": 32}}
 
 

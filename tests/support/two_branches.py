@@ -16,36 +16,7 @@ import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
 from tests.support import messages
-from tests.support.methods import NONE
 from tests.support.seeds import SEEDS, TEXT
-
-__all__ = [
-    "FOUR_BITS",
-    "LOW_RANK",
-    "NONE",
-    "NO_FEEDBACK",
-    "QUIET",
-    "STOCHASTIC",
-    "WIDTH",
-    "Branches",
-    "Setting",
-    "batch",
-    "bits_of",
-    "gpts",
-    "late_refusals",
-    "look_first",
-    "loss_of",
-    "loss_on_text",
-    "plain",
-    "refusal",
-    "residual_sums",
-    "same_on_all",
-    "section",
-    "start",
-    "take_steps",
-    "train_together",
-    "whole",
-]
 
 FOUR_BITS = {
     "gradients": {
