@@ -18,6 +18,7 @@ from deepspeed_compress.tools import run
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
 from tests.support.messages import caught_warnings
+from tests.support.model_configs import DROPPING_GPT2
 from tests.support.processes import run_command
 
 HERE = Path(__file__).parent
@@ -443,10 +444,7 @@ def test_a_configuration_passed_to_accelerate_launch_is_compressed(port: str, tm
 def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path) -> None:
     """The documented command trains on a short text, and the same command resumes it."""
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 600)
-    sizes = {"vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    (tmp_path / "model.json").write_text(
-        json.dumps({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes})
-    )
+    (tmp_path / "model.json").write_text(json.dumps(DROPPING_GPT2))
     output = tmp_path / "run"
     common = [
         f"--deepspeed={ROOT}/configs/huggingface/zero2_int4.json --model={tmp_path}/model.json --output_dir={output}",

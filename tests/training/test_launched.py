@@ -11,20 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.model_configs import DROPPING_GPT2
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 32,
-    "n_embd": 32,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.1,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+MODEL = {**DROPPING_GPT2, "n_layer": 1, "resid_pdrop": 0.1}
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
