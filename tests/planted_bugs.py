@@ -99,7 +99,8 @@ def functions(package: Path) -> Sequence[tuple[Path, str, str]]:
 def parsed(table: str) -> Iterator[tuple[str, Bug]]:
     """Yield the name and the bug of each entry of a table."""
     for entry in re.split(r"\n(?=\S)", table.strip()):
-        name, *change, tests = (line.strip() for line in entry.splitlines())
+        first, *change = (line.strip() for line in entry.splitlines())
+        name, _, tests = first.partition(": ")
         function, _, expressions = " ".join(change).partition(": ")
         old, _, new = expressions.partition(" => ")
         yield name, Bug(function, old, new, tuple(tests.split()))
@@ -115,180 +116,123 @@ def definitions(node: ast.AST, path: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 TABLE = """
-wrong sign of error feedback
+wrong sign of error feedback: compression/test_feedback.py
     ErrorFeedback.encode: codec.add_coefficients([out], total, -1.0) => codec.add_coefficients([out], total, 1.0)
-    compression/test_feedback.py
-coefficients are taken for elements
+coefficients are taken for elements: compression/test_bases.py
     Residuals.add_to: held.basis == basis.of(segments) => held.basis == basis.of(segments) or basis == ELEMENTS
-    compression/test_bases.py
-what moves to another layout stays coefficients
+what moves to another layout stays coefficients: compression/test_bases.py
     Residuals._elements: held.basis.inverse => (lambda values, segments: values)
-    compression/test_bases.py
-a mean is transformed once more before it is sent
+a mean is transformed once more before it is sent: collectives/test_reducers.py
     Packer.pack_owned: in_basis => False
-    collectives/test_reducers.py
-what was sent stays in the memory of one pass
+what was sent stays in the memory of one pass: compression/test_bases.py
     TopK.compress_with_feedback: residual.after.index_copy_(0, selection.positions(columns), left) => None
-    compression/test_bases.py
-a skipped step changes residuals
+a skipped step changes residuals: compression/test_feedback.py backends/deepspeed/test_overflow.py
     Residuals.rollback: self._slots.values() => self.commit() or self._slots.values()
-    compression/test_feedback.py backends/deepspeed/test_overflow.py
-an applied step leaves residuals as they were
+an applied step leaves residuals as they were: compression/test_feedback.py
     Residuals.commit: (slot.running, slot.applied) => (slot.applied, slot.running.clone())
-    compression/test_feedback.py
-a large gradient is freed while it is reduced
+a large gradient is freed while it is reduced: backends/deepspeed/test_streams.py
     _Buckets._reduce: self._keep(tensor) => None
-    backends/deepspeed/test_streams.py
-a host reads a message
+a host reads a message: compression/test_host_waits.py
     RandomK._positions: seed => seed.new_tensor(int(seed))
-    compression/test_host_waits.py
-residuals keep the old loss scale
+residuals keep the old loss scale: compression/test_feedback.py backends/contract/test_contract.py
     Residuals.scale: factor => 1.0
-    compression/test_feedback.py backends/deepspeed/test_overflow.py
-off by one where bits are packed
+off by one where bits are packed: compression/test_kernels.py compression/test_cpu_kernels.py
     reference_bits._overlaps: ((value + 1) * width - 1) // 8 + 1 => (value + 1) * width // 8
-    compression/test_kernels.py compression/test_cpu_kernels.py
-off by one where codes are unpacked in C++
+off by one where codes are unpacked in C++: compression/test_cpu_kernels.py
     compression/kernels/packing.h: n - done, BITS, codes => n - done - 1, BITS, codes
-    compression/test_cpu_kernels.py
-the scale of a sum is forgotten
+the scale of a sum is forgotten: compression/test_kernels.py compression/test_contract.py
     reference.dequantize_rows_add: scales * scale => scales
-    compression/test_kernels.py compression/test_contract.py
-infinity is sent as a finite number
+infinity is sent as a finite number: compression/test_contract.py compression/test_quantizers.py
     arguments.fitted: torch.where(scales.isfinite(), rounded, scales.to(torch.float32)) => rounded
-    compression/test_contract.py compression/test_quantizers.py
-a NaN that is not drawn is not sent
+a NaN that is not drawn is not sent: compression/test_contract.py compression/test_sparsifiers.py
     RandomK.compress: torch.linalg.vector_norm(x, math.inf) => 1.0
-    compression/test_contract.py compression/test_sparsifiers.py
-ranks draw positions that differ
+ranks draw positions that differ: compression/test_sparsifiers.py
     base.message_key: shared >> 32 << 32 => random_key(*message, sender) >> 32 << 32
-    compression/test_sparsifiers.py
-momentum of sent elements stays
+momentum of sent elements stays: compression/test_feedback.py
     MomentumCorrection.encode: velocity.masked_fill_(sent != 0, 0.0) => velocity
-    compression/test_feedback.py
-momentum is not saved
+momentum is not saved: checkpointing/deepspeed/test_checkpoint.py
     state.contents: store.payloads() => store.payloads() if name != "velocity" else ()
-    checkpointing/deepspeed/test_checkpoint.py
-the state of a rank that is no more is lost
+the state of a rank that is no more is lost: checkpointing/deepspeed/test_checkpoint.py
     state._takes: saved.index % position.size => saved.index
-    checkpointing/deepspeed/test_checkpoint.py
-what DDP drops of unused parameters is lost
+what DDP drops of unused parameters is lost: backends/contract/test_contract.py
     Unused._remember: kept.add_(surplus, alpha=self._group.size()) => kept
-    backends/test_ddp.py
-parts of FSDP2 in the wrong order
+parts of FSDP2 in the wrong order: backends/test_fsdp2_layout.py
     fsdp2.gradients._segments: owner * share => (ranks - 1 - owner) * share
-    backends/test_fsdp2_layout.py
-copies of a model add up
+copies of a model add up: backends/contract/test_contract.py
     fsdp2.gradients._Reduction._scale: 1.0 / self._ranks.size => 1.0 / shards
-    backends/test_fsdp2.py
-FSDP2 evaluates with rounded weights
+FSDP2 evaluates with rounded weights: backends/test_fsdp2.py
     fsdp2.weights._Gather.forget: self.unit.module.reshard() => None
-    backends/test_fsdp2.py
-weights divided again by FSDP2 are rounded twice
+weights divided again by FSDP2 are rounded twice: backends/test_fsdp2.py
     Gathers.rounds_over: group.group_name == self._shard.group_name => True
-    backends/test_fsdp2.py
-gradients that are cleared in vain leave a trace
+gradients that are cleared in vain leave a trace: backends/contract/test_contract.py
     TorchSteps.forget: self.reduced and not self._asked => self._asked
-    backends/test_ddp.py
-Megatron's shares are cut without padding
+Megatron's shares are cut without padding: backends/contract/test_contract.py
     buckets.flat_sizes: flat.numel() - end => 0
-    backends/test_megatron.py
-Megatron's messages are numbered as they leave
+Megatron's messages are numbered as they leave: backends/contract/test_contract.py
     megatron.gradients.Gradients._sent: number => None
-    backends/test_megatron.py
-copies on tensor-parallel ranks are compressed
+copies on tensor-parallel ranks are compressed: backends/test_megatron_layouts.py
     Share._copied: self._tensor_size > 1 => self._tensor_size < 0
-    backends/test_megatron_layouts.py
-differences to weights that nobody else has
+differences to weights that nobody else has: backends/contract/test_contract.py
     megatron.weights.Weights._put_back: flat.own.copy_(own) => own.copy_(flat.own)
-    backends/test_megatron.py
-swapped owner
+swapped owner: collectives/test_buckets.py
     buckets.even_partition: Segment(name, begin, length, offset, owner)
         => Segment(name, begin, length, offset, world_size - 1 - owner)
-    collectives/test_buckets.py
-weights arrive one round short
+weights arrive one round short: collectives/test_gather.py
     DifferenceGather.gather: self._layouts => self._layouts[: max(1, len(self._layouts) - 1)]
-    collectives/test_gather.py
-bytes are counted twice
+bytes are counted twice: collectives/test_reducers.py
     Meter.count: getattr(self, kind) + size => getattr(self, kind) + 2 * size
-    collectives/test_reducers.py
-warm-up takes a step more
+warm-up takes a step more: policy/test_policy.py
     SettingsSchedule.at: step < schedule.warmup_steps => step <= schedule.warmup_steps
-    policy/test_policy.py
-what is spread arrives a step late
+what is spread arrives a step late: collectives/test_reducers.py
     SpreadSum.deliver: step + 1 => step
-    collectives/test_reducers.py
-means wait while PowerSGD is in force
+means wait while PowerSGD is in force: backends/deepspeed/test_switching.py
     ResidualState.hand_over_means: gradients.add([(piece, values / scale)], values.device) => None
-    backends/deepspeed/test_switching.py
-factors are not in a resumed run
+factors are not in a resumed run: backends/deepspeed/test_switching.py
     state_files._restore: found[0][1].storage => {}
-    backends/deepspeed/test_switching.py
-buckets of PowerSGD are a plan for others
+buckets of PowerSGD are a plan for others: backends/deepspeed/test_switching.py
     EarlyReductions.reduce: isinstance(self._session.gradients.reducer, PayloadReducer) => True
-    backends/deepspeed/test_switching.py
-coarse weights cost no steps
+coarse weights cost no steps: policy/test_candidates.py
     CandidateSelector._weights_penalty: weights_penalty(self.weights[choice.weights], step) => 1.0
-    policy/test_candidates.py
-early reductions are not checked
+early reductions are not checked: backends/deepspeed/test_early.py
     EarlyReductions._is_right: [torch.full((), right, device=source.device), *equal] => [torch.full((), True)]
-    backends/deepspeed/test_early.py
-a void round of islands leaves its residuals
+a void round of islands leaves its residuals: local_sgd/test_elastic.py
     ElasticExchange._take_part: store.rollback() => store.commit()
-    local_sgd/test_elastic.py
-a round of islands is committed before all have voted
+a round of islands is committed before all have voted: local_sgd/coordinator/test_coordinator.py
     Rounds.decide: all(running.votes.values()) => any(running.votes.values())
-    local_sgd/coordinator/test_coordinator.py
-a restarted coordinator waits for no island
+a restarted coordinator waits for no island: local_sgd/coordinator/test_coordinator.py
     KnownIslands.__init__: set(saved.members) => set()
-    local_sgd/coordinator/test_coordinator.py
-an island that diverged sends its residuals
+an island that diverged sends its residuals: local_sgd/deepspeed/test_islands.py local_sgd/test_elastic.py
     exchange.Peers.start: reducer.without_feedback() => reducer
-    local_sgd/deepspeed/test_islands.py local_sgd/test_elastic.py
-ranks that share layers each exchange a copy
+ranks that share layers each exchange a copy: local_sgd/deepspeed/test_islands_tensor.py
     SharedLayers.hold_copies: self.tensor > 1 => self.tensor > 2
-    local_sgd/deepspeed/test_islands_tensor.py
-stages each exchange a copy of tied weights
+stages each exchange a copy of tied weights: local_sgd/deepspeed/test_elastic_pipeline.py
     SharedLayers.hold_copies: self.stages > 1 => self.stages > 2
-    local_sgd/deepspeed/test_elastic_pipeline.py
-islands that share layers reduce over the job
+islands that share layers reduce over the job: local_sgd/deepspeed/test_islands_tensor.py
     division._divided_groups: unit.data => groups._DATA_PARALLEL_GROUP
-    local_sgd/deepspeed/test_islands_tensor.py
-a later engine gets the ranks of an island
+a later engine gets the ranks of an island: backends/deepspeed/test_other_engines.py
     division._divided_groups: replaced(groups, **division) => vars(groups).update(division) or replaced(groups)
-    backends/deepspeed/test_other_engines.py
-an island is judged by the losses of all
+an island is judged by the losses of all: local_sgd/deepspeed/test_islands_guard.py
     session.Session.__init__: Losses(device, engine.deciding) => Losses(device)
-    local_sgd/deepspeed/test_islands_guard.py
-an exchange of islands counts as waiting for gradients
+an exchange of islands counts as waiting for gradients: local_sgd/deepspeed/test_islands_adaptive.py
     session.Session._adapt: self._exchange_ms => 0.0
-    local_sgd/deepspeed/test_islands_adaptive.py
-every tensor-parallel rank adds the bias
+every tensor-parallel rank adds the bias: backends/deepspeed/activations/test_hooks.py
     deepspeed.activations.tensor.RowHooks.__init__: {"mp_group": None, "bias": None} => {"mp_group": None}
-    backends/deepspeed/activations/test_hooks.py
-a recomputed layer joins an earlier sum
+a recomputed layer joins an earlier sum: backends/deepspeed/activations/test_hooks.py
     _Reading.is_for: reader not in self.readers => True
-    backends/deepspeed/activations/test_hooks.py
-an evaluation is compressed
+an evaluation is compressed: backends/deepspeed/activations/test_hooks.py
     deepspeed.activations.tensor.RowHooks.takes: self._training.is_training => True
-    backends/deepspeed/activations/test_hooks.py
-an evaluation exchanges compressed heads
+an evaluation exchanges compressed heads: backends/deepspeed/activations/test_sequence.py
     sequence._Passes.begin_forward: torch.is_grad_enabled() => self.own
-    backends/deepspeed/activations/test_sequence.py
-masks between stages are compressed
+masks between stages are compressed: backends/deepspeed/activations/test_pipeline.py
     pipeline._FirstMessage.is_this: True => False
-    backends/deepspeed/activations/test_pipeline.py
-gradients of tokens go the way of the tokens
+gradients of tokens go the way of the tokens: backends/activations/test_tokens.py
     Route.reversed: Route(self.group, self.received, self.sent) => Route(self.group, self.sent, self.received)
-    backends/activations/test_tokens.py
-tokens of an evaluation are compressed
+tokens of an evaluation are compressed: backends/deepspeed/activations/test_experts.py
     _ExpertHooks.replaced: self._training.is_training => True
-    backends/deepspeed/activations/test_experts.py
-islands read data in one order
+islands read data in one order: local_sgd/deepspeed/test_elastic.py
     IslandSampler.__iter__: SEEDS * self._island.number => 0
-    local_sgd/deepspeed/test_elastic.py
 """
-"""Name of each bug; then its function, and the expression and its replacement; then the tests that should find it."""
+"""Name of each bug, and the tests that should find it; then its function, and the expression and its replacement."""
 BUGS: Mapping[str, Bug] = dict(parsed(TABLE))
 
 

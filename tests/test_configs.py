@@ -18,24 +18,13 @@ from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.training.main import main
 from tests.support.coordinators import coordinator
 from tests.support.forks import run_forks
+from tests.support.model_configs import DROPPING_GPT2, LLAMA
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(file.name for file in CONFIGS.glob("*.json"))
 MODELS = sorted(file.name for file in (CONFIGS / "models").glob("*.json"))
 CATALOGUE = (CONFIGS / "README.md").read_text(encoding="utf-8")
-COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
-TOYS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2},
-    "llama": {
-        "model_type": "llama",
-        "max_position_embeddings": 32,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
+TOYS = {"gpt2": DROPPING_GPT2, "llama": LLAMA}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -106,7 +95,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("configs")
     (directory / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
     for name, model in TOYS.items():
-        (directory / f"{name}.json").write_text(json.dumps(model | COMMON))
+        (directory / f"{name}.json").write_text(json.dumps(model))
     return directory
 
 

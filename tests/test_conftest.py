@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.emulated_processors import PROCESSORS, environment_of, processor_features
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 MANY = """
@@ -35,9 +36,7 @@ def test_torch_uses_the_selected_instructions() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     for name in {"default", *({"avx2"} & {*processor_features()})}:
         environment = os.environ | environment_of(name)
-        run = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-        )
+        run = run_python("-c", program, env=environment, check=True)
         assert run.stdout.strip() == name.upper()
 
 

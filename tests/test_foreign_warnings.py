@@ -1,11 +1,11 @@
 """Deprecation warnings of other packages, under programs of this one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 PROGRAM = """
 import warnings
@@ -22,9 +22,7 @@ warnings.warn_explicit("of torch, but not of its future", UserWarning, "x.py", 1
 def test_they_are_hidden_unless_the_user_asks_for_them(asked: bool) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), **({"PYTHONWARNINGS": "default"} if asked else {})}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
-    ).stderr
+    done = run_python("-c", PROGRAM, env=environment, check=True).stderr
     assert ("theirs" in done, "Please use" in done) == (asked, asked)
     assert "the user's own" in done
     assert "not of its future" in done

@@ -14,6 +14,7 @@ import pytest
 import deepspeed_compress
 from deepspeed_compress import errors
 from deepspeed_compress.cli import COMMANDS
+from tests.support.processes import run_python
 from tests.support.runs import long_run
 
 NAMES = [
@@ -82,7 +83,7 @@ def test_an_engine_other_than_deepspeed_has_a_module_that_attaches() -> None:
     """Runs in a fresh interpreter. None of these modules loads DeepSpeed."""
     attach = "".join(f"deepspeed_compress.{name}.attach; " for name in sorted(deepspeed_compress._BACKENDS))
     program = f"import sys, deepspeed_compress; {attach}print('deepspeed' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    done = run_python("-c", program, check=True, cwd=ROOT.parent)
     assert done.stdout.strip() == "False"
 
 
@@ -117,9 +118,7 @@ def test_an_entry_point_without_torch_names_the_missing_extra(name: str, monkeyp
 def test_importing_is_light() -> None:
     """Runs in a fresh interpreter. No heavy package is loaded."""
     program = f"import sys, {', '.join(LIGHT)}; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
-    )
+    loaded = run_python("-c", program, check=True, cwd=ROOT.parent)
     assert set(LIGHT) <= set(loaded.stdout.split())
     assert not HEAVY & set(loaded.stdout.split())
 
@@ -146,13 +145,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def without_heavy(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", f"HEAVY = {HEAVY}{LIGHT_INSTALL}", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT.parent)},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    return run_python("-c", f"HEAVY = {HEAVY}{LIGHT_INSTALL}", *arguments, cwd=directory, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,15 @@ CORE = ("hjson", "pydantic>=2.10", "pyyaml", "rich", "safetensors", "packaging",
 ask for."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "ninja")
 _CHECKPOINT = "tests/checkpointing/deepspeed/test_checkpoint.py::"
+_CONTRACT = "tests/backends/contract/test_contract.py::"
 _DEEPSPEED = "tests/backends/deepspeed/"
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "as DeepSpeed": {
-        _DEEPSPEED + "test_equal_to_deepspeed.py::test_method_none": (
-            "0-1-0.0",
-            "1-1-0.5",
-            "2-2-0.0",
-            "3-2-0.5",
+        _CONTRACT + "test_method_none_is_the_engine_bit_for_bit": (
+            "zero stage 0 1 0.0",
+            "zero stage 1 1 0.5",
+            "zero stage 2 2 0.0",
+            "zero stage 3 2 0.5",
         ),
         _DEEPSPEED + "test_equal_to_deepspeed.py::test_uncompressed_exchange": (
             "1-default",
@@ -99,7 +100,7 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "3-plain",
         ),
     },
-    "DDP": {"tests/backends/test_ddp.py::test_a_resumed_run_equals_an_uninterrupted_one": ("int4", "random")},
+    "DDP": {_CONTRACT + "test_a_resumed_run_equals_an_uninterrupted_one": ("ddp int4", "ddp random")},
 }
 """Cases of test functions, by column."""
 

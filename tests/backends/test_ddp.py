@@ -4,7 +4,6 @@ import contextlib
 import copy
 import io
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,37 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_compress
 from deepspeed_compress.backends.sessions import read_section
+from tests.backends.contract.ddp import PROGRAMS, UNUSED, synchronising_twice
 from tests.support import messages
-from tests.support.attached import (
-    METHODS_OF_BRANCHES,
-    WORKS_ONLY_WITH_DEEPSPEED,
-    Clear,
-    Program,
-    announced,
-    check_overflow,
-    gpts,
-    late_refusals,
-    overflow,
-    remembered_by,
-    resume,
-    same_as_uncompressed,
-    train_methods,
-    train_together,
-    unconserved,
-)
+from tests.support.attached import residuals_by_parameter
 from tests.support.forks import run_forks
+from tests.support.methods import NONE
 from tests.support.seeds import Excess
 from tests.support.two_branches import (
     FOUR_BITS,
     LOW_RANK,
-    NO_FEEDBACK,
-    NONE,
     STOCHASTIC,
     WIDTH,
     Branches,
     Setting,
     bits_of,
-    look_first,
+    gpts,
+    late_refusals,
     loss_of,
     plain,
     refusal,
@@ -57,84 +41,10 @@ from tests.support.two_branches import (
     section,
     start,
     take_steps,
+    train_together,
 )
 
 pytestmark = pytest.mark.sampled(20)
-
-
-# The programs: each makes the gradients of one optimizer step.
-def accumulating(model: Any, rank: int, step: int) -> None:
-    with model.no_sync():
-        loss_of(model, rank, step).backward()
-    loss_of(model, rank, step + 100).backward()
-
-
-def synchronising_twice(model: Any, rank: int, step: int) -> None:
-    for micro in (step, step + 100):
-        loss_of(model, rank, micro).backward()
-
-
-def now_and_then(model: Any, rank: int, step: int) -> None:
-    """Use different branches on the ranks in some steps, and the same one on all ranks in others."""
-    ways = ("both", "left", "right")[step % 3] if step % 2 else ("left", "right")[rank % 2]
-    loss_of(model, rank, step, ways).backward()
-
-
-def one_way(model: Any, rank: int, step: int) -> None:
-    loss_of(model, rank, step, "left").backward()
-
-
-def one_way_at_last(model: Any, rank: int, step: int) -> None:
-    """Reduce both branches, and then only one of them."""
-    plain(model, rank, step)
-    one_way(model, rank, step + 100)
-
-
-UNUSED = {"find_unused_parameters": True}
-PROGRAMS: dict[str, tuple[Program, Mapping[str, Any]]] = {
-    "plain": (plain, {}),
-    "views": (plain, {"gradient_as_bucket_view": True}),
-    "accumulating": (accumulating, {}),
-    "accumulating in views": (accumulating, {"gradient_as_bucket_view": True}),
-    "synchronising twice": (synchronising_twice, {}),
-    "static graph": (plain, {"static_graph": True}),
-    "static graph of one way": (one_way, {"static_graph": True, **UNUSED}),
-    "unused": (now_and_then, UNUSED),
-    "unused in views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
-    "unused in zeroed views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
-    "unused at last": (one_way_at_last, UNUSED),
-    "unused at last in views": (one_way_at_last, {**UNUSED, "gradient_as_bucket_view": True}),
-    "always unused": (one_way, UNUSED),
-    "looking first": (look_first, {}),
-}
-
-
-def train_none(rank: int, name: str) -> bool:
-    start()
-    program, options = PROGRAMS[name]
-    return same_as_uncompressed(program, Setting(options=options), rank)
-
-
-@pytest.mark.parametrize("name", ["plain", "views", "accumulating", "unused", "static graph"])
-def test_method_none_is_ddp_bit_for_bit(name: str) -> None:
-    assert run_forks(3, train_none, name) == [True] * 3
-
-
-def conserve(rank: int, names: list[str]) -> list[str]:
-    start()
-    wrong = []
-    for name in names:
-        program, options = PROGRAMS[name]
-        setting, share, to_none = Setting(options=options), 1 / dist.get_world_size(), "zeroed" not in name
-        wrong += [f"{name}: {one}" for one in unconserved(program, setting, rank, share, to_none=to_none)]
-    return wrong
-
-
-# The default case has programs that leave parameters out, and that clear gradients in vain.
-@pytest.mark.parametrize("part", [1, *(pytest.param(part, marks=pytest.mark.slow) for part in (0, 2))])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int, part: int) -> None:
-    assert run_forks(ranks, conserve, list(PROGRAMS)[part::3]) == [[]] * ranks
 
 
 def change_what_is_trained(rank: int, wrapped: bool, attached: bool) -> dict[str, bool]:
@@ -192,21 +102,6 @@ def test_a_static_graph_may_have_two_types_of_parameters() -> None:
     assert run_forks(2, train_mixed, timeout=60) == [True] * 2
 
 
-def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
-    optimizer.zero_grad()
-
-
-def clear_in_place(model: Any, optimizer: Any, rank: int, step: int) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize(("scaled", "clears"), [(True, clear), (False, clear), (False, clear_in_place)])
-def test_a_skipped_step_leaves_no_trace(scaled: bool, clears: Clear) -> None:
-    for found in run_forks(2, overflow, Setting(FOUR_BITS), scaled, clears):
-        check_overflow(found, scaled)
-        assert len(found["same"]) == 2
-
-
 def fused_overflow(rank: int) -> dict[str, Any]:
     """Step a fused optimizer, which the scaler calls despite an overflow and which skips the step itself."""
     start()
@@ -233,7 +128,6 @@ def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
 
 def without_the_scaler(rank: int) -> bool:
     """Step the optimizer itself, as programs do whose scaler is disabled, and train without any scaler."""
-    start()
     ends = []
     for scaler in (torch.amp.GradScaler("cpu", enabled=False), None):
         model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
@@ -249,7 +143,6 @@ def test_steps_without_the_scaler_are_applied_steps() -> None:
 
 def two_optimizers(rank: int) -> dict[str, Any]:
     """Use one scaler for two models and update it after each of them, as many GAN programs do."""
-    start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     pairs = [Setting(FOUR_BITS).build(scaler) for _ in range(2)]
     kept = []
@@ -273,13 +166,6 @@ def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
         assert found == {"kept": True, "steps": [4, 4], "scales": True}
 
 
-@pytest.mark.parametrize(
-    "given", [FOUR_BITS, STOCHASTIC, NO_FEEDBACK, LOW_RANK], ids=["int4", "random", "none", "rank"]
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, given: Mapping[str, Any]) -> None:
-    assert run_forks(2, resume, Setting(given), str(tmp_path)) == [(True, True)] * 2
-
-
 def interrupt(seen: object) -> Tensor:
     raise ZeroDivisionError
 
@@ -289,7 +175,6 @@ def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, An
 
     A backward pass raises after most gradients were sent, and a new wrapper of the same process group loads.
     """
-    start()
     model, optimizer, attached = Setting(given).build()
     take_steps(model, optimizer, rank, range(3, 6))
     attached.save(directory)
@@ -321,14 +206,6 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
     assert all("Expected to have finished reduction in the prior iteration" in message for _, message in after)
 
 
-def test_sums_of_residuals_survive_another_number_of_ranks(tmp_path: Path) -> None:
-    saved = run_forks(3, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
-    loaded = run_forks(2, remembered_by, Setting(FOUR_BITS), str(tmp_path), False)
-    sums = [{name: sum(rank[name] for rank in ranks) for name in saved[0]} for ranks in (saved, loaded)]
-    assert any(sums[0].values())
-    assert sums[1] == pytest.approx(sums[0], abs=1e-6)
-
-
 def load_of_another(rank: int, directory: str) -> list[str]:
     """Return the warnings about loading the residuals of other parameters, of larger ones, and of the same ones."""
     start()
@@ -343,7 +220,7 @@ def load_of_another(rank: int, directory: str) -> list[str]:
 
 
 def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
-    run_forks(2, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
+    run_forks(2, residuals_by_parameter, PROGRAMS["plain"], str(tmp_path), True)
     for other, larger, same in run_forks(2, load_of_another, str(tmp_path)):
         assert "this model has weight, bias" in other
         assert "with another first.weight" in larger
@@ -352,7 +229,6 @@ def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def replaced(rank: int, back: bool) -> list[str]:
     """Return the warnings if the program steps another optimizer or, with `back`, restores weights twice."""
-    start()
     model, optimizer, _ = Setting(FOUR_BITS).build()
     other = torch.optim.SGD(model.parameters(), lr=1e-3)
     with messages.caught_warnings() as texts:
@@ -370,7 +246,6 @@ def test_a_replaced_optimizer_causes_a_warning(back: bool, times: int) -> None:
 
 
 def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
-    start()
     _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
     with messages.caught_warnings() as texts:
         error = messages.refusal(deepspeed_compress.StateError, attached.load, directory)
@@ -383,11 +258,6 @@ def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
     for text, step in run_forks(2, load_nothing, str(tmp_path), "reset"):
         assert "starts with empty residuals" in text
         assert step == 0
-
-
-@pytest.mark.parametrize("name", METHODS_OF_BRANCHES)
-def test_every_method_trains(name: str) -> None:
-    assert run_forks(2, train_methods, Setting(), {name: METHODS_OF_BRANCHES[name]}) == [[]] * 2
 
 
 def divided(rank: int) -> tuple[bool, bool]:
@@ -455,7 +325,6 @@ def refusals(rank: int) -> list[str]:
 
 NODES = {"gradients": {"hierarchy": {"ranks_per_node": 2}}}
 REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    **{message: (given, {}) for message, given in WORKS_ONLY_WITH_DEEPSPEED.items()},
     "/deepspeed_compress/weights/method": ({"weights": {"method": "blockwise"}}, {}),
     "/deepspeed_compress/gradients/method demo": ({"gradients": {"method": "demo"}}, {}),
     '/deepspeed_compress/gradients/method: "powersgd" with unused parameters': (LOW_RANK, UNUSED),
@@ -557,7 +426,6 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
 
 def with_failing_subscriber(rank: int) -> list[str]:
     """Return the warnings of steps in which a subscriber raises."""
-    start()
     model, optimizer, attached = Setting(FOUR_BITS).build()
     attached.session.subscribe(interrupt)
     with messages.caught_warnings() as texts:
@@ -572,22 +440,8 @@ def test_a_subscriber_that_fails_does_not_stop_training() -> None:
     assert not second
 
 
-def test_the_first_rank_announces_the_compression() -> None:
-    (line, [seen]), (other, _) = run_forks(2, announced, Setting({**FOUR_BITS, "monitor": {}}))
-    assert line.startswith("deepspeed_compress: gradients blockwise bits=4")
-    assert "DDP, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
-    about, uncompressed = re.search(
-        r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes", line
-    ).groups()
-    assert int(about.replace(",", "")) == pytest.approx(seen.bytes_sent, rel=0.1)
-    assert int(uncompressed.replace(",", "")) == seen.bytes_uncompressed
-    assert other == ""
-    assert [text for text, _ in run_forks(2, announced, Setting(FOUR_BITS))] == ["", ""]
-
-
 def copied(rank: int) -> list[list[list[float]]]:
     """Return the weights after a step of a model, of its copy, and of its pickle, all from the same initial weights."""
-    start()
     model, optimizer, _ = Setting(FOUR_BITS, options={"find_unused_parameters": True}).build()
     take_steps(model, optimizer, rank, range(1))
     optimizer.zero_grad()
@@ -653,7 +507,6 @@ def test_optimizers_that_wrap_another_one() -> None:
 
 def failing(rank: int) -> list[list[list[float]]]:
     """Return the weights without compression, and after attaching failed once: uncompressed, and attached again."""
-    start()
     found = []
     for attempts in (0, 1, 2):
         model, optimizer, _ = Setting(None).build()

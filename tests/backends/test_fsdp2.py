@@ -1,7 +1,5 @@
 """Tests of `deepspeed_compress.fsdp2`: FSDP2 programs with and without compression, in the same processes."""
 
-import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,48 +9,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import deepspeed_compress
-from deepspeed_compress.errors import CompressWarning
+from tests.backends.contract.branches import gradients
+from tests.backends.contract.fsdp2 import BF16, HSDP, KEPT, freeze, reducing_twice
 from tests.support import messages
-from tests.support.attached import (
-    METHODS_OF_BRANCHES,
-    WORKS_ONLY_WITH_DEEPSPEED,
-    Clear,
-    Program,
-    announced,
-    check_overflow,
-    gpts,
-    gradients,
-    late_refusals,
-    overflow,
-    remembered_by,
-    resume,
-    same_as_uncompressed,
-    train_methods,
-    train_together,
-    unconserved,
-)
 from tests.support.forks import run_forks
-from tests.support.methods import WITHOUT_MOMENTUM
+from tests.support.methods import NONE
 from tests.support.seeds import Excess
 from tests.support.sharded import WEIGHTS, Setting
 from tests.support.two_branches import (
     FOUR_BITS,
     LOW_RANK,
-    NO_FEEDBACK,
-    NONE,
     STOCHASTIC,
     WIDTH,
     Branches,
     batch,
-    look_first,
+    gpts,
+    late_refusals,
     loss_of,
     plain,
     refusal,
@@ -60,188 +39,10 @@ from tests.support.two_branches import (
     section,
     start,
     take_steps,
+    train_together,
 )
 
 pytestmark = pytest.mark.sampled(20)
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=True)
-HSDP = (2, 2)
-
-
-def tie(model: Branches) -> None:
-    model.right.weight = model.left.weight
-
-
-def freeze(model: Branches) -> None:
-    model.left.requires_grad_(False)
-
-
-def recompute(model: Branches) -> None:
-    model.left, model.right = (checkpoint_wrapper(one) for one in (model.left, model.right))
-
-
-# The programs: each makes the gradients of one optimizer step.
-def accumulating(model: Any, rank: int, step: int) -> None:
-    for micro, last in ((step, False), (step + 100, True)):
-        model.set_requires_gradient_sync(last)
-        loss_of(model, rank, micro).backward()
-
-
-def reducing_twice(model: Any, rank: int, step: int) -> None:
-    for micro, last in ((step, False), (step + 100, True)):
-        model.set_is_last_backward(last)
-        loss_of(model, rank, micro).backward()
-
-
-def freezing_between(model: Any, rank: int, step: int) -> None:
-    """Freeze a unit after it has accumulated gradients, which FSDP2 reduces all the same."""
-    model.left.requires_grad_(True)
-    for micro, last in ((step, False), (step + 100, True)):
-        model.set_requires_gradient_sync(last)
-        loss_of(model, rank, micro).backward()
-        model.left.requires_grad_(False)
-
-
-def clipping(model: Any, rank: int, step: int) -> None:
-    plain(model, rank, step)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def two_forwards(model: Any, rank: int, step: int) -> None:
-    (loss_of(model, rank, step) + loss_of(model, rank, step + 100)).backward()
-
-
-def two_backwards(model: Any, rank: int, step: int) -> None:
-    losses = [loss_of(model, rank, micro) for micro in (step, step + 100)]
-    for loss in losses:
-        loss.backward()
-
-
-def one_way(model: Any, rank: int, step: int) -> None:
-    loss_of(model, rank, step, ("left", "right")[step % 2]).backward()
-
-
-def each_its_way(model: Any, rank: int, step: int) -> None:
-    model.set_reduce_scatter_unused_params(True)
-    loss_of(model, rank, step, ("left", "right")[(step + rank) % 2]).backward()
-
-
-def evaluating_between(model: Any, rank: int, step: int) -> None:
-    model.eval()
-    with torch.no_grad():
-        loss_of(model, rank, step + 50)
-    model.train()
-    plain(model, rank, step)
-
-
-def with_factor(model: Any, rank: int, step: int) -> None:
-    for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(dist.get_world_size() / 2)
-            module.set_force_sum_reduction_for_comms(True)
-    plain(model, rank, step)
-
-
-ALL = Setting(units=())
-TOGETHER = Setting(units=("left right",))
-KEPT, HALF = Setting(options={"reshard_after_forward": False}), Setting(options={"reshard_after_forward": 2})
-PROGRAMS: dict[str, tuple[Program, Setting]] = {
-    "plain": (plain, Setting()),
-    "one unit": (plain, ALL),
-    "accumulating": (accumulating, Setting()),
-    "reducing twice": (reducing_twice, Setting()),
-    "freezing between": (freezing_between, Setting()),
-    "clipping": (clipping, Setting()),
-    "two forwards": (two_forwards, KEPT),
-    "two backwards": (two_backwards, KEPT),
-    "one way": (one_way, Setting()),
-    "one way of a unit": (one_way, ALL),
-    "each its way": (each_its_way, ALL),
-    "looking first": (look_first, Setting()),
-    "evaluating between": (evaluating_between, Setting()),
-    "factor": (with_factor, Setting()),
-    "tied": (plain, replace(TOGETHER, prepare=tie)),
-    "frozen": (plain, Setting(prepare=freeze)),
-    "checkpointed": (plain, Setting(prepare=recompute)),
-    "kept": (plain, KEPT),
-    "offloaded": (plain, Setting(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)})),
-}
-OF_FOUR: dict[str, tuple[Program, Setting]] = {
-    "half": (plain, HALF),
-    "copies": (plain, Setting(mesh=HSDP)),
-    "copies accumulating": (accumulating, Setting(mesh=HSDP)),
-    "copies reducing twice": (reducing_twice, Setting(mesh=HSDP)),
-    "copies of one unit": (one_way, replace(ALL, mesh=HSDP)),
-    "copies kept": (two_backwards, replace(KEPT, mesh=HSDP)),
-    "copies with a factor": (with_factor, Setting(mesh=HSDP)),
-}
-MIXED: dict[str, tuple[Program, Setting]] = {
-    "bf16": (plain, Setting(options={"mp_policy": BF16})),
-    "bf16 accumulating": (accumulating, Setting(options={"mp_policy": BF16})),
-    "bf16 reduced": (plain, Setting(options={"mp_policy": BF16_BOTH})),
-}
-EVERY = {**PROGRAMS, **OF_FOUR, **MIXED}
-
-
-def train_none(rank: int, name: str) -> bool:
-    """Return True if a program has the same bits with method "none"."""
-    start()
-    program, setting = EVERY[name]
-    return same_as_uncompressed(program, replace(setting, momentum=0.9), rank)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [
-        *((3, name) for name in ("plain", "accumulating", "freezing between", "one way of a unit", "tied")),
-        *((2, name) for name in MIXED),
-        *((4, name) for name in ("copies", "copies accumulating")),
-    ],
-)
-def test_method_none_is_fsdp2_bit_for_bit(ranks: int, name: str) -> None:
-    assert run_forks(ranks, train_none, name) == [True] * ranks
-
-
-def conserve(rank: int, name: str) -> list[str]:
-    """Return the parameters whose summed gradients differ from the true ones minus the residuals.
-
-    Copies keep halves of the sums of their two ranks, and one of the programs divides by half of the ranks. Where it
-    reduces by sums, FSDP2 divides them afterwards.
-    """
-    start()
-    program, setting = EVERY[name]
-    factor = 2.0 if "factor" in name else 1.0
-    share = factor * (2.0 if setting.mesh else 1.0) / dist.get_world_size()
-    return unconserved(program, setting, rank, share, 1 / factor)
-
-
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "clipping"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_error_feedback_keeps_all_gradients_in_every_program(ranks: int, name: str) -> None:
-    assert run_forks(ranks, conserve, name) == [[]] * ranks
-
-
-@pytest.mark.parametrize("name", OF_FOUR)
-def test_error_feedback_keeps_all_gradients_between_copies(name: str) -> None:
-    assert run_forks(4, conserve, name) == [[]] * 4
-
-
-def clear(model: Any, optimizer: Any, rank: int, step: int) -> None:
-    """Clear gradients as a module does, which is noticed in the next forward pass."""
-    model.zero_grad()
-    loss_of(model, rank, step)
-
-
-def clear_in_place(model: Any, optimizer: Any, rank: int, step: int) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize(("ranks", "mesh"), [(2, ()), (4, HSDP)])
-@pytest.mark.parametrize(("scaled", "clears"), [(False, clear), (True, clear), (False, clear_in_place)])
-def test_a_skipped_step_leaves_no_trace(scaled: bool, clears: Clear, ranks: int, mesh: tuple[int, ...]) -> None:
-    for found in run_forks(ranks, overflow, Setting(FOUR_BITS, mesh), scaled, clears):
-        check_overflow(found, scaled)
 
 
 def interrupt(module: Any, gradients: Any) -> None:
@@ -250,7 +51,6 @@ def interrupt(module: Any, gradients: Any) -> None:
 
 def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> list[list[float]]:
     """Return the final weights after a backward pass raised with two units reduced, and a new model loaded."""
-    start()
     model, optimizer, attached = Setting(STOCHASTIC).build()
     take_steps(model, optimizer, rank, range(3))
     attached.save(directory)
@@ -272,32 +72,7 @@ def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path:
     assert run_forks(2, load_after_an_interruption, str(tmp_path), True) == alone
 
 
-RESUMED = {
-    "int4": Setting(FOUR_BITS),
-    "random": Setting(STOCHASTIC),
-    "none": Setting(NO_FEEDBACK),
-    "rank": Setting(LOW_RANK),
-    "bf16": Setting(STOCHASTIC, options={"mp_policy": BF16_BOTH}),
-    "copies": Setting({**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}}, HSDP),
-}
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    ranks = 4 if name == "copies" else 2
-    assert run_forks(ranks, resume, RESUMED[name], str(tmp_path)) == [(True, True)] * ranks
-
-
-def test_other_ranks_and_units_take_over_the_sums(tmp_path: Path) -> None:
-    saved = run_forks(4, remembered_by, Setting(FOUR_BITS), str(tmp_path), True)
-    loaded = run_forks(2, remembered_by, replace(TOGETHER, section=FOUR_BITS), str(tmp_path), False)
-    sums = [{name: sum(one[name] for one in ranks) for name in saved[0]} for ranks in (saved, loaded)]
-    assert any(sums[0].values())
-    assert sums[1] == pytest.approx(sums[0], abs=1e-6)
-
-
 def load_other_copies(rank: int, directory: str) -> str:
-    start()
     for mesh in (HSDP, (4,)):
         model, optimizer, attached = Setting(FOUR_BITS, mesh).build()
         if mesh == HSDP:
@@ -311,38 +86,8 @@ def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
         assert "saved by 4 ranks, 2 of them on each node, but this run has 4" in text
 
 
-METHODS_OF_FSDP2 = {**METHODS_OF_BRANCHES, "clipped": {**WITHOUT_MOMENTUM["dgc"], "clip_norm": 1.0}}
-INSIDE = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
-PATIENCE = 400
-"""Timeout in seconds for runs of many steps on a busy machine."""
-
-
-@pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize("name", METHODS_OF_FSDP2)
-def test_every_method_trains(name: str) -> None:
-    methods = {name: METHODS_OF_FSDP2[name]}
-    assert run_forks(2, train_methods, Setting(), methods, timeout=PATIENCE) == [[]] * 2
-
-
-@pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize(
-    "name", ["int4_stochastic", "sign", "topk_int4", "randomk", "int8_memory", "dgc", "overrides", "clipped"]
-)
-def test_methods_train_in_copies_of_shards(name: str) -> None:
-    """Check one method of each kind of message and residual; every method is trained above."""
-    methods = {name: METHODS_OF_FSDP2[name]}
-    assert run_forks(4, train_methods, Setting(mesh=HSDP), methods, timeout=PATIENCE) == [[]] * 4
-
-
-@pytest.mark.timeout(2 * PATIENCE)
-@pytest.mark.parametrize("mesh", [HSDP, ()])
-def test_two_levels_train(mesh: tuple[int, ...]) -> None:
-    assert run_forks(4, train_methods, Setting(mesh=mesh), {"inside": INSIDE}, timeout=PATIENCE) == [[]] * 4
-
-
 def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
     """Return the statistics of a step, and the numbers of elements of a rank's shard and of the model."""
-    start()
     model, optimizer, attached = replace(setting, section={**given, "monitor": {"announce": False}}).build()
     figures: list[Any] = []
     attached.session.subscribe(figures.append)
@@ -421,7 +166,6 @@ def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, An
 
     With `early`, the program requests weights before they are needed.
     """
-    start()
     model, optimizer, _ = Setting(WEIGHTS, prepare=watch, options=options).build()
     if early:
         model.set_modules_to_forward_prefetch([model.left, model.right])
@@ -472,16 +216,14 @@ def test_weights_are_rounded_equally_on_all_ranks_and_only_in_training(
 
 def warned_in(rank: int, *modes: bool) -> list[str]:
     """Return the warnings of a run whose steps are in training mode, or in evaluation mode if False."""
-    start()
     model, optimizer, _ = Setting({"gradients": {"method": "none"}, **WEIGHTS}).build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with messages.caught_warnings() as texts:
         for step, training in enumerate(modes):
             model.train(training)
             plain(model, rank, step)
             optimizer.step()
             optimizer.zero_grad()
-    return [str(one.message) for one in caught if one.category is CompressWarning]
+    return texts
 
 
 def test_training_in_evaluation_mode_warns_once() -> None:
@@ -521,7 +263,6 @@ def adapt(model: Branches) -> None:
 
 def gathered_exactly(rank: int, weights: Mapping[str, Any]) -> list[set[str]]:
     """Return the parameters that forward and backward of each step see exactly, and all ranks alike."""
-    start()
     given = {"gradients": {"method": "none"}, "weights": weights}
     model, optimizer, _ = Setting(given, prepare=adapt, units=("packed", "left")).build()
     found = []
@@ -567,7 +308,6 @@ EVALUATIONS = [(lambda model, rank: loss_of(model, rank, 0), Setting()), (by_met
 
 def evaluated(rank: int) -> list[bool]:
     """Return whether evaluation is exact after a training forward pass, which keeps the weights of the root."""
-    start()
     found = []
     for evaluate, setting in EVALUATIONS:
         results = []
@@ -585,7 +325,6 @@ def test_evaluation_is_exact_whatever_was_gathered_before() -> None:
 
 def discarded(rank: int) -> list[tuple[int, float]]:
     """Return the steps and the residuals after a step whose gradients the program removes, by way of the forward."""
-    start()
     found = []
     for name in ("forward", "compute"):
         model, optimizer, attached = Setting(FOUR_BITS, lr=0.0).build()
@@ -626,7 +365,6 @@ def in_bf16_left(model: Branches) -> None:
 FOUR_EACH = {"gradients": {"hierarchy": {"ranks_per_node": 4}}}
 OF_FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 REFUSED: list[tuple[str, Setting]] = [
-    *((message, Setting(given)) for message, given in WORKS_ONLY_WITH_DEEPSPEED.items()),
     ("/deepspeed_compress/gradients/method demo", Setting({"gradients": {"method": "demo"}}, momentum=0.9)),
     ("/deepspeed_compress/weights: ", Setting({"weights": {"bits": 2}})),
     ("/deepspeed_compress/weights: ", Setting({"weights": {"method": "sign"}})),
@@ -812,19 +550,3 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     assert of_ours.samples is None
     assert of_ours.bytes_weights == of_none.bytes_weights > 0
     assert len((tmp_path / "int4" / "0" / "compression.jsonl").read_text().splitlines()) == len(earlier) + 1
-
-
-def test_the_first_rank_announces_the_compression() -> None:
-    both = {**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}, "monitor": {}}
-    setting = Setting(both, units=(), options={"reshard_after_forward": False})
-    (line, [seen]), (other, _) = run_forks(2, announced, setting)
-    assert "weights blockwise bits=8; FSDP2, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
-    gradients_of = r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes"
-    found = re.search(gradients_of + r".* about ([\d,]+) bytes of weights each time they are gathered", line)
-    assert found is not None
-    sent, alone, weights = (int(figure.replace(",", "")) for figure in found.groups())
-    # Small messages end with whole blocks.
-    assert sent == pytest.approx(seen.bytes_sent, rel=0.2)
-    assert alone == seen.bytes_uncompressed
-    assert weights == pytest.approx(seen.bytes_weights, rel=0.2)
-    assert other == ""

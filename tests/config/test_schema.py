@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -8,6 +6,7 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.schema import json_schema
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -34,7 +33,7 @@ print(Guard.__pydantic_complete__)
 
 def test_a_valid_section_needs_neither_sources_nor_schema_nor_models_of_other_keys() -> None:
     """Loading them takes longer than everything else that a section needs."""
-    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=False)
+    done = run_python("-c", UNUSED)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
@@ -93,5 +92,5 @@ def test_importing_the_config_loads_nothing_heavy() -> None:
         "import sys, deepspeed_compress.config, deepspeed_compress.cli;"
         "print(sorted({'torch', 'deepspeed', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     assert done.stdout.strip() == "[]"

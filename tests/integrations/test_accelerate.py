@@ -1,7 +1,6 @@
 """An unmodified Accelerate training loop after one call of `install`."""
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 
 import deepspeed_compress
-from deepspeed_compress import CompressWarning
 from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import INT4, collate, network, sentences
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
+from tests.support.messages import caught_warnings
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -109,10 +108,9 @@ def collect(rank: int) -> tuple[bool, list[str], list[str], float]:
 
 
 def state_dict(accelerator: Accelerator, model: Any, warned: list[list[str]]) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         state = accelerator.get_state_dict(model)
-    warned.append([str(one.message) for one in caught if one.category is CompressWarning])
+    warned.append(texts)
     return {name: value.clone() for name, value in state.items()}
 
 

@@ -1,11 +1,11 @@
 """Programs that import the package but do not compress their engines."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -33,13 +33,11 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 def test_an_uncompressed_engine_with_a_section_warns_at_exit(compress: bool, section: bool, warns: bool) -> None:
     program = PROGRAM.replace("COMPRESS", str(compress)).replace("SECTION", str(section))
     environment = {**os.environ, **ALONE, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", program, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert ("CompressWarning: nothing was compressed: an engine was made" in done.stderr) is warns
 
 
 def test_importing_the_package_prints_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import deepspeed_compress"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", "import deepspeed_compress", cwd=ROOT, check=True)
     assert done.stderr == ""

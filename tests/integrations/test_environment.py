@@ -10,6 +10,7 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations.patching import after_import, is_waiting
+from tests.support.processes import run_command
 
 SAMPLED = pytest.mark.sampled(4)
 
@@ -34,22 +35,7 @@ def run(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     (tmp_path / "compress.json").write_text(json.dumps({SECTION: {}}))
     left_out = ("HF_HOME", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed_compress.cli",
-        "run",
-        *options,
-        str(tmp_path / "train.py"),
-        str(tmp_path),
-    ]
-    return subprocess.run(
-        command,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_command("run", *options, tmp_path / "train.py", tmp_path, env={**environment, "PYTHONPATH": str(ROOT)})
 
 
 @SAMPLED

@@ -3,11 +3,11 @@
 Ranks that are forked for other tests have imported everything before, so only a new interpreter shows this.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 FIRST = "import deepspeed_compress; deepspeed_compress.install()"
 SLOW = pytest.mark.slow
@@ -25,7 +25,6 @@ SLOW = pytest.mark.slow
 )
 def test_a_library_that_is_imported_after_install_is_whole(imported: str) -> None:
     hooked = "from accelerate import Accelerator; print(hasattr(Accelerator.get_state_dict, '_compress_original'))"
-    program = [sys.executable, "-c", f"{FIRST}; {imported}; {hooked}"]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    done = run_python("-c", f"{FIRST}; {imported}; {hooked}", cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == "True"

@@ -9,6 +9,7 @@ import pytest
 
 from deepspeed_compress.integrations.install import _DIRECTORY, INHERIT
 from deepspeed_compress.tools import run
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 HOOKED = "import sys; print(sum(type(one).__module__.startswith('deepspeed_compress') for one in sys.meta_path) > 0)"
@@ -26,7 +27,7 @@ WAYS = {
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", INHERIT)}
     settings = {**base, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", **environment}
-    return subprocess.run([sys.executable, *arguments], env=settings, capture_output=True, text=True, check=False)
+    return run_python(*arguments, env=settings)
 
 
 def run_program(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

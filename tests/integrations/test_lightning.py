@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.integrations.lightning_program import EPOCH, Job, Outcome, fit
 from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
 from tests.support.leftovers import own_port
+from tests.support.processes import run_command
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 NONE = {"gradients": {"method": "none"}, "monitor": {"every": 1}}
@@ -169,8 +169,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Start `ds-compress run` with the arguments, without variables of a launcher."""
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return run_command("run", "--launcher", *arguments, env=environment)
 
 
 PROGRAM = str(Path(__file__).with_name("lightning_program.py"))

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_compress
-from deepspeed_compress import ConfigError, UnsupportedError
+from deepspeed_compress import ConfigError
 from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import (
     SAVING,
@@ -26,7 +24,9 @@ from tests.integrations.trainers import (
     trainer_of,
 )
 from tests.support.forks import run_forks
-from tests.support.two_branches import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start, take_steps
+from tests.support.methods import NONE
+from tests.support.processes import run_command
+from tests.support.two_branches import FOUR_BITS, Branches, Setting, loss_of, refusal, section, start, take_steps
 
 STEPS = 6
 
@@ -81,11 +81,7 @@ def error_with(rank: int, optimizers: int, scalers: int) -> str:
     model = DistributedDataParallel(Branches())
     kept: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
     kept += [torch.amp.GradScaler("cpu", enabled=number < scalers) for number in range(3)]
-    try:
-        loss_of(model, rank, 0).backward()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: loss_of(model, rank, 0).backward())
 
 
 def test_a_model_needs_exactly_one_optimizer_and_at_most_one_scaler() -> None:
@@ -217,8 +213,10 @@ def test_copies_of_a_model_are_compressed_once_they_are_trained() -> None:
 
 SCRIPT = """
 import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+WRAP
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     optimizer.zero_grad()
@@ -226,20 +224,20 @@ for _ in range(3):
     optimizer.step()
 dist.destroy_process_group()
 """
+WRAPS = {
+    "ddp": "model = torch.nn.parallel.DistributedDataParallel(model)",
+    "fsdp2": "for one in (*model, model): fully_shard(one, mesh=dist.device_mesh.init_device_mesh('cpu', (2,)))",
+}
 
 
 @pytest.mark.slow
-def test_ds_compress_run_compresses_a_ddp_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+@pytest.mark.parametrize("engine", WRAPS)
+def test_ds_compress_run_compresses_a_script(engine: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("WRAP", WRAPS[engine]))
     written = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
     (tmp_path / "compress.json").write_text(json.dumps(written))
     command = ["run", "--launcher", "torchrun", "--section", str(tmp_path / "compress.json"), "--standalone"]
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_compress.cli", *command, "--nproc_per_node", "2", str(tmp_path / "train.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(*command, "--nproc_per_node", "2", str(tmp_path / "train.py"))
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in statistics_lines(str(tmp_path))]
     assert len(steps) == 3
@@ -250,8 +248,6 @@ def test_ds_compress_run_compresses_a_ddp_script(tmp_path: Path) -> None:
 def test_ds_compress_run_refuses_an_invalid_section(tmp_path: Path) -> None:
     (tmp_path / "compress.json").write_text('{"deepspeed_compress": {"gradients": {"bits": 5}}}')
     command = ["run", "--section", str(tmp_path / "compress.json"), "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_compress.cli", *command], capture_output=True, text=True, check=False
-    )
+    done = run_command(*command)
     assert done.returncode == 1
     assert "/deepspeed_compress/gradients" in done.stderr

@@ -6,13 +6,12 @@ import os
 import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed_compress import CompressWarning, ConfigError, cli
+from deepspeed_compress import ConfigError, cli
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
 from deepspeed_compress.integrations.launch import LAUNCHERS, find_configurations, find_program, launch_command
@@ -20,6 +19,9 @@ from deepspeed_compress.tools import run
 from deepspeed_compress.tools.options import add_run_arguments
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
+from tests.support.messages import caught_warnings
+from tests.support.model_configs import DROPPING_GPT2
+from tests.support.processes import run_command
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -86,11 +88,9 @@ def test_no_python_is_refused() -> None:
 
 def run_here(rank: int, script: str, arguments: list[str]) -> tuple[list[str], list[str]]:
     """Run a script in this process; return the lines that it has written, and our warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         runner.main([*arguments[:1], script, *arguments[1:]])
-    ours = [str(warning.message) for warning in caught if warning.category is CompressWarning]
-    return Path(f"{script}.out").read_text().splitlines(), ours
+    return Path(f"{script}.out").read_text().splitlines(), texts
 
 
 @pytest.mark.parametrize(("ranks", "flag", "warnings"), [(1, "--flag", [1]), (2, "--flag", [1, 0]), (1, "--help", [0])])
@@ -371,9 +371,8 @@ def test_one_process_needs_neither_launcher_nor_mpi(tmp_path: Path, monkeypatch:
 
 def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", launcher, *arguments]
     environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_command("run", "--launcher", launcher, *arguments, env=environment)
 
 
 def result(started: subprocess.CompletedProcess[str], directory: Path) -> dict[str, Any]:
@@ -447,10 +446,7 @@ def test_a_configuration_passed_to_accelerate_launch_is_compressed(port: str, tm
 def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path) -> None:
     """The documented command trains on a short text, and the same command resumes it."""
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 600)
-    sizes = {"vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    (tmp_path / "model.json").write_text(
-        json.dumps({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes})
-    )
+    (tmp_path / "model.json").write_text(json.dumps(DROPPING_GPT2))
     output = tmp_path / "run"
     common = [
         f"--deepspeed={ROOT}/configs/huggingface/zero2_int4.json --model={tmp_path}/model.json --output_dir={output}",

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from deepspeed_compress.launcher.workers import Ended, Workers
+from tests.support.processes import alive
+from tests.support.transport import until
 
 RUN = [sys.executable, "-m", "deepspeed_compress.integrations.run"]
 AGENT = f"""
@@ -25,30 +25,15 @@ time.sleep(1000)
 """
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(process: int) -> bool:
-    """Return True unless the process has ended. A zombie has ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_rank_that_ends_takes_its_children_with_it(tmp_path: Path) -> None:
     child = tmp_path / "child"
     workers = Workers(["bash", "-c", f'sleep 1000 & echo $! > {child}; read -r line; exit "$CODE"'])
     workers.start({5: {"CODE": "3"}})
     ended: list[Ended] = []
-    wait_for(lambda: bool(ended.extend(workers.ended()) or ended))
+    until(lambda: bool(ended.extend(workers.ended()) or ended))
     # Standard input is empty, so a rank that reads it does not wait.
     assert (ended, workers.living) == ([Ended(5, 3)], frozenset())
-    wait_for(lambda: not is_running(int(child.read_text())))
+    until(lambda: not alive(int(child.read_text())))
 
 
 def test_signals_reach_the_ranks_that_are_named() -> None:
@@ -56,7 +41,7 @@ def test_signals_reach_the_ranks_that_are_named() -> None:
     workers.start({0: {}, 1: {}})
     workers.signal(signal.SIGTERM, [1])
     ended: list[Ended] = []
-    wait_for(lambda: bool(ended.extend(workers.ended()) or ended))
+    until(lambda: bool(ended.extend(workers.ended()) or ended))
     assert (ended, workers.living) == ([Ended(1, -signal.SIGTERM)], frozenset({0}))
     workers.close()
     assert workers.ended() == [Ended(0, -signal.SIGKILL)]
@@ -66,8 +51,8 @@ def test_a_rank_ends_with_its_agent(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK)
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path / "train.py")], env=os.environ)
     file = tmp_path / "pid"
-    wait_for(lambda: file.is_file() and bool(file.read_text()))
-    assert is_running(int(file.read_text()))
+    until(lambda: file.is_file() and bool(file.read_text()))
+    assert alive(int(file.read_text()))
     agent.kill()
     agent.wait()
-    wait_for(lambda: not is_running(int(file.read_text())))
+    until(lambda: not alive(int(file.read_text())))

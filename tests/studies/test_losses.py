@@ -3,11 +3,9 @@
 import json
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,21 +17,9 @@ from launch.studies import losses
 from launch.studies.harness import prepare_data
 from launch.studies.loss_curve import ATTEMPTS, Curve, Run, train
 from launch.studies.losses import LAYOUTS, Key, find_runs
-from tests.studies.toy import VOCABULARY, ToyFiles
+from tests.studies.toy import ToyFiles
 from tests.support.forks import run_forks
-
-LLAMA: Mapping[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 32,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+from tests.support.model_configs import LLAMA
 
 
 class Study:

@@ -1,8 +1,6 @@
 """The comparison of all methods: its settings, its training runs, and the figures computed from them."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from launch.studies.methods_lab import Rank, Spec, StepRecord, train
 from launch.studies.methods_settings import ADAM, SETTINGS
 from launch.studies.methods_table import HEAD, cells, table_rows
 from tests.studies.toy import MODEL, ToyFiles
+from tests.support.processes import run_python
 from tests.support.sections import OF_WEIGHTS
 
 SAMPLED = pytest.mark.sampled(12)
@@ -148,8 +147,8 @@ def test_the_program_runs_missing_settings_and_names_failures(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     arguments = ["--data", str(lab.text), "--output-dir", str(tmp_path), "--model", str(lab.model)]
     arguments += ["--ranks", "2", "--seq-len", "16", "--steps"]
-    command = [sys.executable, "-m", "launch.studies.methods_table", *arguments, "2", "--only", "^(int4|demo-1%)$"]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    program = ("-m", "launch.studies.methods_table", *arguments, "2", "--only", "^(int4|demo-1%)$")
+    first = run_python(*program, cwd=ROOT)
     assert first.returncode == 1, first.stdout + first.stderr
     assert "demo-1%, seed 0: ValueError: all 2 steps are among the 20 " in first.stdout
     runs = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("seed0.json")}

@@ -1,11 +1,11 @@
 """The program that measures what monitoring costs, with two ranks on the CPU."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 CLOCKS = ("time", "processor")
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,8 @@ def test_the_cost_of_every_setting_is_measured(port: str) -> None:
 
 def milliseconds_at_the_end(port: str) -> list[float]:
     """Return the milliseconds at the end of a step, with every setting."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-    program = [port, "-m", "launch.studies.monitoring_cost", "--steps", "10"]
-    done = subprocess.run([*launcher, *program], capture_output=True, text=True, cwd=ROOT)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port)
+    done = run_python(*launcher, "-m", "launch.studies.monitoring_cost", "--steps", "10", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if ", this costs " in line]
     names = ["nothing", "monitor every 10", "monitor every 1", "schedule", "guard", "adaptive, measured every 10"]

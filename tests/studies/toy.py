@@ -6,21 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.training.data import build_cache, cache_key, train_tokenizer
+from tests.support.model_configs import GPT2
 
 VOCABULARY = 300
-MODEL: Mapping[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": VOCABULARY,
-    "n_positions": 32,
-    "n_embd": 32,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+MODEL = {**GPT2, "n_layer": 1}
 
 
 class ToyFiles:

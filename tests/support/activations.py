@@ -8,8 +8,6 @@ from torch import Tensor, tensor
 
 from deepspeed_compress.config import SECTION
 
-__all__ = ["Job", "flattened"]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -1,66 +1,30 @@
-"""What ranks do with models that are attached under DDP or FSDP2, given a `Setting` of either."""
+"""What every adapter must hold, shown with a `Run` of its engine.
+
+A check runs on every rank of a job. It trains a `Case` with and without the package, and returns problems or results.
+"""
 
 import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 
-from tests.support.methods import METHODS, WITHOUT_MOMENTUM
-from tests.support.seeds import SEEDS
-from tests.support.two_branches import (
-    FOUR_BITS,
-    NONE,
-    bits_of,
-    loss_of,
-    loss_on_text,
-    refusal,
-    residual_sums,
-    same_on_all,
-    section,
-    start,
-    take_steps,
-    training_problem,
-    whole,
-)
+from deepspeed_compress import UnsupportedError
+from tests.support.messages import refusal
+from tests.support.methods import NONE
+from tests.support.two_branches import FOUR_BITS, bits_of, residual_sums, same_on_all
 
-__all__ = [
-    "METHODS_OF_BRANCHES",
-    "WORKS_ONLY_WITH_DEEPSPEED",
-    "Clear",
-    "Program",
-    "announced",
-    "check_overflow",
-    "gpts",
-    "gradients",
-    "late_refusals",
-    "norms_of",
-    "overflow",
-    "remembered_by",
-    "resume",
-    "same_as_uncompressed",
-    "train_methods",
-    "train_together",
-    "unconserved",
-]
-
-METHODS_OF_BRANCHES: Mapping[str, Mapping[str, Any]] = {
-    **{name: given for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given},
-    "overrides": {
-        "bits": 4,
-        "block_size": 32,
-        "overrides": [{"parameters": "left", "method": "sign"}, {"parameters": "right", "method": "none", "every": 2}],
-    },
-}
-"""Settings of `gradients` for every method, suitable for the model with two branches."""
-WORKS_ONLY_WITH_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
+Section = Mapping[str, Any]
+Gradients = dict[tuple[str, int], Tensor]
+"""Gradients that the optimizer of a rank reads, by parameter and first element."""
+OTHER_KEYS: Mapping[str, Section] = {
     f"/deepspeed_compress/{key} works only with DeepSpeed": {key: given}
     for key, given in {
         "guard": {},
@@ -70,220 +34,217 @@ WORKS_ONLY_WITH_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {
         "parallelism": {"tensor": 1},
     }.items()
 }
-"""Sections with keys that other adapters refuse, by the message of the refusal."""
-Clear = Callable[[Any, Any, int, int], None]
-"""Function of model, optimizer, rank and step that discards the gradients of the step."""
+"""Sections with keys that adapters of other engines refuse, by the message of the refusal."""
 
 
-Program = Callable[[Any, int, int], None]
-"""Function of model, rank and step that makes the gradients of a step."""
+class Run(ABC):
+    """A training run of a small model under one engine.
 
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    """Return the whole gradients by parameter, with zeros for parameters without one."""
-    every = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
-    return {n: torch.zeros(p.shape) if p.grad is None else whole(p.grad).clone() for n, p in every.items()}
-
-
-def run_program(
-    program: Program, setting: Any, rank: int, steps: int, to_none: bool = True
-) -> tuple[list[dict[str, Tensor]], Any, Any]:
-    """Return the gradients of every step, the model, and the handle of its compression."""
-    model, optimizer, attached = setting.build()
-    seen = []
-    for step in range(steps):
-        optimizer.zero_grad(set_to_none=to_none)
-        program(model, rank, step)
-        seen.append(gradients(model))
-        optimizer.step()
-    return seen, model, attached
-
-
-def same_as_uncompressed(program: Program, setting: Any, rank: int) -> bool:
-    """Return True if 20 steps with method "none" have the gradients and weights of steps without the package."""
-    (alone, model, _), (ours, attached, _) = (
-        run_program(program, replace(setting, section=given), rank, 20) for given in (None, NONE)
-    )
-    pairs = list(zip(model.parameters(), attached.parameters(), strict=True))
-    return all(torch.equal(whole(a), whole(b)) and (a.grad is None) == (b.grad is None) for a, b in pairs) and all(
-        torch.equal(one[key], other[key]) for one, other in zip(alone, ours, strict=True) for key in one
-    )
-
-
-def unconserved(
-    program: Program, setting: Any, rank: int, share: float, later: float = 1.0, to_none: bool = True
-) -> list[str]:
-    """Return the parameters whose summed gradients differ from the true ones minus the residuals.
-
-    Args:
-        program: the program, which has seven steps.
-        setting: the model. Its weights stay, so that all runs see the same gradients.
-        rank: this rank.
-        share: factor from a residual to its part of the mean.
-        later: factor from a residual of a mean to that of the gradient.
-        to_none: False to clear gradients in place.
+    Attributes:
+        model: the wrapped model.
+        attached: handle of the compression; None if the engine runs alone.
+        replicated: True if every rank has all gradients.
     """
-    true, _, _ = run_program(program, replace(setting, lr=0.0), rank, 7, to_none)
-    seen, model, attached = run_program(program, replace(setting, lr=0.0, section=FOUR_BITS), rank, 7, to_none)
-    sizes = {name.removeprefix("module."): parameter.numel() for name, parameter in model.named_parameters()}
-    kept, means = residual_sums(attached, sizes), residual_sums(attached, sizes, ("means",))
-    wrong = []
-    for key in sizes:
-        total = (kept[key] - means[key]) * share + means[key] * later
+
+    model: Any
+    attached: Any
+    replicated = True
+
+    @abstractmethod
+    def backward(self, step: int, factor: float = 1.0) -> float:
+        """Make the gradients of a step, and return its loss, which is multiplied by `factor`."""
+
+    @abstractmethod
+    def update(self) -> bool:
+        """Step the optimizer, and return False if it skips the step."""
+
+    @abstractmethod
+    def gradients(self) -> Gradients: ...
+
+    @abstractmethod
+    def weights(self) -> list[Tensor]:
+        """Return the whole weights."""
+
+    @abstractmethod
+    def save(self, directory: str) -> Any:
+        """Save the run between steps, and return what `load` needs besides the files."""
+
+    @abstractmethod
+    def load(self, directory: str, kept: Any, residuals: bool) -> None:
+        """Continue a saved run in this new one, with its residuals or without."""
+
+    def load_residuals(self, directory: str) -> None:
+        self.attached.load(directory)
+
+    def clear(self) -> None:
+        self.model.zero_grad()
+
+    def steps(self) -> int:
+        """Return the number of steps that compression has counted."""
+        count: int = self.attached.steps.count
+        return count
+
+    @property
+    def session(self) -> Any:
+        return self.attached.session
+
+    def step(self, step: int, factor: float = 1.0) -> tuple[float, bool]:
+        self.clear()
+        loss = self.backward(step, factor)
+        return loss, self.update()
+
+    def reduced(self, step: int) -> Gradients:
+        """Take a step, and return its gradients."""
+        self.clear()
+        self.backward(step)
+        found = self.gradients()
+        self.update()
+        return found
+
+    def after(self, steps: Iterable[int]) -> list[list[float]]:
+        """Train `steps`, and return the weights."""
+        for step in steps:
+            self.step(step)
+        return [weight.flatten().tolist() for weight in self.weights()]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of elements of each parameter."""
+        named = self.model.named_parameters()
+        return {name.removeprefix("module."): getattr(one, "ds_numel", one.numel()) for name, one in named}
+
+    def agrees(self) -> bool:
+        """Return True if all ranks have the same finite weights."""
+        return all(same_on_all(weight) and bool(weight.isfinite().all()) for weight in self.weights())
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """A program under an engine.
+
+    Attributes:
+        ranks: number of ranks.
+        section: the section of the run.
+        shares: number of ranks that keep halves, thirds, ... of the same residual, and the factor from a residual of a
+            mean to that of the gradient.
+        scales: loss scale after each step of `traces`.
+    """
+
+    ranks: int = field(default=2, kw_only=True)
+    section: Section = field(default_factory=lambda: FOUR_BITS, kw_only=True)
+    shares: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
+    scales: tuple[float, ...] = field(default=(1.0,) * 5, kw_only=True)
+
+    @abstractmethod
+    def run(self, rank: int, section: Section | None, still: bool = False) -> Run:
+        """Return a run with `section`, or with the engine alone if None. If `still`, weights stay as they are."""
+
+
+def on(ranks: int, cases: Mapping[str, Case], *names: str) -> dict[str, Case]:
+    """Return the named cases, or all, on `ranks` ranks."""
+    return {f"{name} {ranks}": replace(cases[name], ranks=ranks) for name in names or cases}
+
+
+def differences(rank: int, case: Case) -> list[str]:
+    """Return what differs in 20 steps with method "none" from those of the engine alone."""
+    histories = []
+    for given in (None, NONE):
+        run, steps = case.run(rank, given), list[Any]()
+        for step in range(20):
+            run.clear()
+            loss, gradients = run.backward(step), run.gradients()
+            steps.append((loss, {key: value.tolist() for key, value in gradients.items()}, run.update()))
+        unset = [parameter.grad is None for parameter in run.model.parameters()]
+        histories.append({"steps": steps, "weights": run.after(()), "unset": unset, "applied": steps[-1][2]})
+    wrong = [name for name in histories[0] if histories[0][name] != histories[1][name]]
+    return wrong if histories[0]["applied"] else [*wrong, "no step"]
+
+
+def unconserved(rank: int, case: Case) -> list[str]:
+    """Return the parameters whose summed gradients differ from the true ones minus the residuals."""
+    alone, ours = (case.run(rank, given, still=True) for given in (None, FOUR_BITS))
+    true, seen = ([run.reduced(step) for step in range(7)] for run in (alone, ours))
+    sizes, (copies, later) = ours.sizes(), case.shares
+    kept, means = residual_sums(ours, sizes), residual_sums(ours, sizes, ("means",))
+    left = {name: (kept[name] - means[name]) * copies / case.ranks + means[name] * later for name in sizes}
+    for total in left.values():
         dist.all_reduce(total)
-        left = sum(step[key] for step in true) - sum(step[key] for step in seen)
-        if not torch.allclose(left.flatten(), total, atol=2e-6) or not all(same_on_all(step[key]) for step in seen):
-            wrong.append(key)
-    if not any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes):
-        wrong.append("nothing was compressed")
-    return wrong
+    wrong = []
+    for name, begin in true[0]:
+        lost = sum(step[name, begin] for step in true) - sum(step[name, begin] for step in seen)
+        expected = left[name][begin : begin + lost.numel()]
+        same = not ours.replicated or all(same_on_all(step[name, begin]) for step in seen)
+        wrong += [name] if not torch.allclose(lost, expected, atol=2e-6) or not same else []
+    compressed = any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in one)
+    return wrong if compressed else [*wrong, "nothing was compressed"]
 
 
-def overflow(rank: int, setting: Any, scaled: bool, clear: Clear) -> dict[str, Any]:
-    """Return the effects of a step with a NaN on rank 1, also in a program that skips such steps itself."""
-    start()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
-    model, optimizer, attached = setting.build(scaler)
-    found: dict[str, Any] = {"finite": [], "scales": [], "same": []}
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
-        before, norms = bits_of(attached), norms_of(attached)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        finite = all(bool(whole(parameter.grad).isfinite().all()) for parameter in model.parameters())
-        if scaler is not None:
-            scaler.step(optimizer)
-            # Some programs clear gradients before they update.
-            optimizer.zero_grad()
-            scaler.update()
-            found["scales"].append(attached.session.clock.loss_scale)
-        elif finite:
-            optimizer.step()
-        else:
-            clear(model, optimizer, rank, step)
-        found["finite"].append(finite)
-        if not finite:
-            factor, after = 4.0 if scaled else 1.0, norms_of(attached)
-            found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
-            found["bits"] = scaled or before == bits_of(attached)
-    found["steps"] = attached.steps.count
-    weights = [whole(parameter) for parameter in model.parameters()]
-    found["equal"] = all(same_on_all(weight) and bool(weight.isfinite().all()) for weight in weights)
-    return found
+def held_by(run: Any) -> dict[Any, list[float]]:
+    """Return the residuals of this rank, by store and range."""
+    stores = run.session.stores.items()
+    return {(name, *place): values.tolist() for name, store in stores for place, values in store.items()}
 
 
-def norms_of(attached: Any) -> dict[str, float]:
-    """Return the sum of the squared norms of each residual store."""
-    return {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
+def traces(rank: int, case: Case) -> list[str]:
+    """Return the traces of a step with a NaN on rank 1, which is skipped on all ranks. Powers of two are exact."""
+    run, applied, scales, wrong = case.run(rank, case.section), list[bool](), [], []
+    for step in range(len(case.scales)):
+        before, bits = held_by(run), bits_of(run)
+        applied.append(run.step(step, math.nan if (step, rank) == (2, 1) else 1.0)[1])
+        scales.append(run.session.clock.loss_scale)
+        if step == 2:
+            factor = scales[2] / scales[1]
+            same = held_by(run) == {place: [factor * value for value in kept] for place, kept in before.items()}
+            wrong += [] if before and same and (factor != 1 or bits == bits_of(run)) else ["residuals"]
+    found = {"steps": applied == [step != 2 for step in range(len(applied))], "weights": run.agrees()}
+    found |= {f"scales: {scales}": tuple(scales) == case.scales, "count": run.steps() == len(case.scales)}
+    return wrong + [name for name, right in found.items() if not right]
 
 
-def check_overflow(found: Mapping[str, Any], scaled: bool) -> None:
-    """Check that the step was skipped on this rank, and has left no trace."""
-    assert found["finite"] == [True, True, False, True, True]
-    assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
-    assert found["same"]
-    assert all(found["same"])
-    assert found["bits"]
-    assert found["equal"]
-    assert found["steps"] == 5
+def unlike_uninterrupted(rank: int, case: Case, directory: str) -> list[str]:
+    """Return a problem if a resumed run has other bits than one that continues, or one without residuals has not."""
+    run = case.run(rank, case.section)
+    run.after(range(3))
+    kept = run.save(directory)
+    end, others = run.after(range(3, 6)), []
+    for residuals in (True, False):
+        run = case.run(rank, case.section)
+        run.load(directory, kept, residuals)
+        assert not residuals or run.steps() == 3
+        others.append(run.after(range(3, 6)))
+    return [] if [one == end for one in others] == [True, False] else [str([one == end for one in others])]
 
 
-def resume(rank: int, setting: Any, directory: str) -> tuple[bool, bool]:
-    """Return whether a resumed run has the bits of one that continues, and whether one without residuals differs."""
-    start()
-    model, optimizer, attached = setting.build()
-    take_steps(model, optimizer, rank, range(3))
-    attached.save(directory)
-    saved = {key: value.clone() for key, value in model.state_dict().items()}
-    ends = [take_steps(model, optimizer, rank, range(3, 6))]
-    for loads in (True, False):
-        model, optimizer, attached = setting.build()
-        model.load_state_dict(saved)
-        if loads:
-            attached.load(directory)
-            assert attached.steps.count == 3
-        ends.append(take_steps(model, optimizer, rank, range(3, 6)))
-    return ends[0] == ends[1], ends[0] != ends[2]
-
-
-def remembered_by(rank: int, setting: Any, directory: str, saves: bool) -> dict[str, float]:
-    """Return the sums of this rank's residuals of gradients by parameter, after some steps or after loading."""
-    start()
-    model, optimizer, attached = setting.build()
+def residuals_by_parameter(rank: int, case: Case, directory: str, saves: bool) -> dict[str, float]:
+    """Return the sums of this rank's residuals of gradients, after some steps or after loading."""
+    run = case.run(rank, case.section)
     if saves:
-        take_steps(model, optimizer, rank, range(3, 6))
-        attached.save(directory)
+        run.after(range(3, 6))
+        run.save(directory)
     else:
-        attached.load(directory)
-    found = dict.fromkeys((name.removeprefix("module.") for name, _ in model.named_parameters()), 0.0)
-    for (name, _, _), values in attached.session.stores["gradients"].items():
-        found[name] += values.double().sum().item()
-    return found
+        run.load_residuals(directory)
+    stores = residual_sums(run, run.sizes(), ("gradients",))
+    return {name: values.double().sum().item() for name, values in stores.items()}
 
 
-def train_methods(rank: int, setting: Any, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the methods with which ranks differ or the loss does not decrease."""
-    start()
-    problems = {}
-    for name, given in methods.items():
-        model, optimizer, _ = replace(setting, section={"gradients": {"min_numel": 0, **given}}).build()
-        problems[name] = training_problem(model, optimizer, rank)
-    return [f"{name}: {problem}" for name, problem in problems.items() if problem]
+def unlearned(rank: int, case: Case) -> str:
+    """Train 40 steps. Return a problem if ranks differ or the loss does not decrease."""
+    run = case.run(rank, case.section)
+    losses = [run.step(step % 4)[0] for step in range(40)]
+    if not run.agrees():
+        return "ranks differ"
+    return "" if sum(losses[-4:]) < 0.8 * sum(losses[:4]) else f"{losses[:4]} -> {losses[-4:]}"
 
 
-def train_together(rank: int, all_four: Any, first: Any, of_pair: Any, second: Any) -> tuple[bool, bool]:
-    """Train a model of all four ranks and one of each pair of ranks at once, with an optimizer for each of them.
-
-    Return whether all ranks have the same weights of the former, and only the ranks of a pair those of the latter.
-    """
-    for step in range(4):
-        first.zero_grad()
-        second.zero_grad()
-        (loss_of(all_four, rank, step) + loss_of(of_pair, rank, step)).backward()
-        first.step()
-        second.step()
-    gathered: list[Any] = [None] * 4
-    dist.all_gather_object(gathered, [whole(parameter).flatten().tolist() for parameter in of_pair.parameters()])
-    apart = gathered[0] == gathered[1] and gathered[2] == gathered[3] and gathered[0] != gathered[2]
-    return all(same_on_all(whole(parameter)) for parameter in all_four.parameters()), apart
-
-
-def announced(rank: int, setting: Any) -> tuple[str, list[Any]]:
+def announced(rank: int, case: Case) -> tuple[str, list[Any]]:
     """Return the text on standard error after attaching, and the figures of a step."""
-    start()
-    written, figures = io.StringIO(), []
+    written, figures = io.StringIO(), list[Any]()
     with contextlib.redirect_stderr(written):
-        model, optimizer, attached = setting.build()
-    attached.session.subscribe(figures.append)
-    take_steps(model, optimizer, rank, range(1))
+        run = case.run(rank, case.section)
+    run.session.subscribe(figures.append)
+    run.step(0)
     return written.getvalue(), figures
 
 
-Gpt = tuple[float, list[Any], int]
-"""The loss, the figures of every step, and the number of elements of a model."""
-
-
-def gpts(
-    rank: int, wrap: Callable[[Any], Any], attach: Callable[..., Any], given: Mapping[str, Any], directory: Path
-) -> list[Gpt]:
-    """Train a small GPT-2 on one text for each seed, after wrapping it and attaching a section to it."""
-    start()
-    return [_gpt(rank, wrap, attach, {**given, "monitor": {"path": f"{directory}/{seed}"}}, seed) for seed in SEEDS]
-
-
-def _gpt(rank: int, wrap: Callable[[Any], Any], attach: Callable[..., Any], given: Mapping[str, Any], seed: int) -> Gpt:
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=64)
-    model = wrap(transformers.GPT2LMHeadModel(config))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    figures: list[Any] = []
-    attach(model, section(given), optimizer).session.subscribe(figures.append)
-    loss = loss_on_text(model, optimizer, seed, rank)
-    assert all(same_on_all(whole(parameter)) for parameter in model.parameters())
-    return loss, figures, sum(parameter.numel() for parameter in model.parameters())
-
-
-def late_refusals(rank: int, works: Sequence[Callable[[], object]]) -> list[str]:
-    """Return the message of each refusal that is raised late, or "" without one."""
-    start()
-    return [refusal(work) for work in works]
+def refusals(rank: int, case: Case) -> list[str]:
+    """Return the messages of the refusals of `OTHER_KEYS`."""
+    return [refusal(UnsupportedError, partial(case.run, rank, given)) for given in OTHER_KEYS.values()]

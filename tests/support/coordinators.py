@@ -2,15 +2,17 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
 from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
 from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
-from deepspeed_compress.transport.machine_server import MachineServer
 from tests.support.leftovers import own_port
+from tests.support.transport import running
+
+serving = running
+"""Context in which a server of islands runs in a thread."""
 
 
 @contextlib.contextmanager
@@ -27,21 +29,6 @@ def parameter_server(state: Path | None = None, port: int = 0) -> Iterator[Param
     server = ParameterServer(Snapshot(state) if state is not None else None, "127.0.0.1", port)
     with serving(server):
         yield server
-
-
-@contextlib.contextmanager
-def serving(server: MachineServer | ParameterServer) -> Iterator[None]:
-    """Run `server` in a thread."""
-    ready = threading.Event()
-    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
-    thread.start()
-    assert ready.wait(120), "the server does not start"
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive(), "the server does not end"
 
 
 @contextlib.contextmanager

@@ -10,8 +10,6 @@ from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReduction
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from tests.support.jobs import Job, data, run, start, weights
 
-__all__ = ["Program", "Seen", "check_equal", "early_of", "nodes_of", "ordinary", "train_both", "train_nodes"]
-
 Program = Callable[[Any, int, Job], list[float]]
 """Training of an engine, which returns the losses."""
 

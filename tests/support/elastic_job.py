@@ -8,7 +8,6 @@ import signal
 import socket
 import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from tests.support import forks
 from tests.support.coordinators import coordinator, parameter_server
 from tests.support.elastic_island import Plan, live, loss_of
 from tests.support.leftovers import own_port
+from tests.support.transport import until
 
 TIMEOUT = 2.0
 PAUSE = 0.01
@@ -147,10 +147,7 @@ def served(state: Path, asynchronous: bool) -> Iterator[str]:
 
 def wait_for_islands(found: ElasticJob, count: int) -> None:
     """Wait until `count` islands train. The fork server and DeepSpeed start first."""
-    deadline = time.time() + LONGEST
-    while sum(line["kind"] == "joined" for line in found.lines()) < count:
-        assert time.time() < deadline, "islands do not join"
-        time.sleep(0.05)
+    until(lambda: sum(line["kind"] == "joined" for line in found.lines()) >= count, LONGEST)
 
 
 def newest(found: ElasticJob) -> int:
@@ -160,18 +157,11 @@ def newest(found: ElasticJob) -> int:
 
 def reached(found: ElasticJob, version: int) -> None:
     """Wait until the anchor has a version."""
-    deadline = time.time() + LONGEST
-    while newest(found) < version:
-        assert time.time() < deadline, f"version {version} is not reached"
-        time.sleep(0.02)
+    until(lambda: newest(found) >= version, LONGEST)
 
 
 def wait_for(found: ElasticJob, island: int, kind: str) -> list[dict[str, Any]]:
-    deadline = time.time() + LONGEST
-    while not (lines := [line for line in found.lines(island) if line["kind"] == kind]):
-        assert time.time() < deadline, f"no {kind}"
-        time.sleep(0.1)
-    return lines
+    return until(lambda: [line for line in found.lines(island) if line["kind"] == kind], LONGEST)
 
 
 class Cable:

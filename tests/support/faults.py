@@ -9,8 +9,6 @@ import torch
 
 from tests.support.jobs import Job, data, start
 
-__all__ = ["FAULT", "GUARD", "Disturb", "Story", "exploding", "live", "live_on", "not_a_number", "poison", "train_one"]
-
 FAULT = 30
 """Step in which the fault begins."""
 

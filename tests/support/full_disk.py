@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["full_disk"]
-
 
 @contextmanager
 def full_disk(flag: Path) -> Iterator[None]:

@@ -18,8 +18,6 @@ from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Policy
 
-__all__ = ["CHANGING", "RUNS", "Fault", "Kind", "Outcome", "train"]
-
 Task = Callable[[torch.Generator], tuple[nn.Module, Callable[[nn.Module, int], Tensor]]]
 """Function of a random generator that returns a model, and a function of model and step that returns the loss."""
 Fault = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -6,24 +6,16 @@ from typing import TypeVar
 import pytest
 
 from deepspeed_compress.tools.bench.links import ClusterError, check_machine
+from tests.support.messages import refusal
 
-
-def obstacle() -> str | None:
-    """Return the reason why hosts cannot be emulated on this machine, or None if they can."""
-    try:
-        check_machine()
-    except ClusterError as error:
-        return str(error)
-    return None
-
-
-FOUND = obstacle()
+OBSTACLE = refusal(ClusterError, check_machine)
+"""Reason why hosts cannot be emulated on this machine; empty if they can."""
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def needs_hosts(test: Test) -> Test:
     """Mark a test that needs emulated hosts. Several processes may have hosts at the same time."""
-    return pytest.mark.skipif(FOUND is not None, reason=str(FOUND))(test)
+    return pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)(test)
 
 
 def measures_links(test: Test) -> Test:

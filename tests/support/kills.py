@@ -6,8 +6,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-__all__ = ["STEP_SECONDS", "Kill"]
-
 STEP_SECONDS = 0.01
 """Least duration of a step in a job with a kill, so that the kill may fall into one of several steps."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["caught_warnings", "check_contained", "refusal"]
-
 
 @contextmanager
 def caught_warnings() -> Iterator[list[str]]:

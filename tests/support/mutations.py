@@ -3,10 +3,8 @@
 import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-__all__ = ["any_value", "change", "damage", "damaged_document", "damaged_line"]
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 3, 2**31, 2**53 + 1, 2**63, -(2**70), 10**400, 0.5, -0.0, 1e308, -1e300),
@@ -50,8 +48,8 @@ def _places(document: Any) -> list[tuple[Any, Any]]:
     return [place for key, child in items for place in ((document, key), *_places(child))]
 
 
-def damage(content: bytes, rng: random.Random) -> bytes:
-    """Return `content` with flipped bits, or with a part removed, repeated, nested or replaced."""
+def damage(content: bytes, rng: random.Random, pieces: Sequence[bytes] = PIECES) -> bytes:
+    """Return `content` with flipped bits, or with a part removed, repeated, nested or replaced by one of `pieces`."""
     begin, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     match rng.randrange(7):
         case 0:
@@ -63,7 +61,7 @@ def damage(content: bytes, rng: random.Random) -> bytes:
         case 3:
             return content[:begin] + rng.choice(OPENINGS) * rng.choice((3, 50_000)) + content[begin:]
         case 4:
-            return content[:begin] + rng.choice(PIECES) + content[end:]
+            return content[:begin] + rng.choice(pieces) + content[rng.choice((begin, begin + 1, begin + 8, end)) :]
         case _:
             return _flipped(content, rng)
 

@@ -6,19 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.support.transport import until
-
-__all__ = [
-    "MEGABYTE",
-    "alive",
-    "join_threads",
-    "resident_memory",
-    "serve_islands",
-    "start_threads",
-    "start_ticks",
-    "wait_until_gone",
-]
 
 MEGABYTE = 1 << 20
 
@@ -52,6 +42,16 @@ def wait_until_gone(pid: int) -> None:
 def resident_memory(pid: int) -> int:
     """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def run_python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with `arguments`, and return its exit status and what it prints. `options` are those of a process."""
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, **options)
+
+
+def run_command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `ds-compress` in a new process."""
+    return run_python("-m", "deepspeed_compress.cli", *arguments, **options)
 
 
 @contextmanager

@@ -5,16 +5,6 @@ from typing import Any
 
 from tests.support.jobs import Job, data, own_data, run, start, weights
 
-__all__ = [
-    "State",
-    "residuals_of",
-    "resume",
-    "resume_all",
-    "save_and_continue",
-    "save_and_continue_all",
-    "save_and_resume",
-]
-
 State = tuple[dict[str, list[float]], dict[str, list[Any]]]
 """Weights at the end of a run, and residuals at its checkpoint."""
 

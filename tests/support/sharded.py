@@ -10,9 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import deepspeed_compress
-from tests.support.two_branches import Branches, section
-
-__all__ = ["WEIGHTS", "Setting", "as_given"]
+from tests.support.two_branches import Branches, section, start
 
 WEIGHTS = {"gradients": {"method": "none"}, "weights": {"bits": 4, "block_size": 32}}
 
@@ -44,6 +42,7 @@ class Setting:
     momentum: float = 0.0
 
     def build(self, scaler: Any = None, mesh: DeviceMesh | None = None) -> tuple[Any, Any, Any]:
+        start()
         sizes = self.mesh or (dist.get_world_size(),)
         mesh = mesh or init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "parts")[-len(sizes) :])
         model = Branches()

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials, Secret
 from deepspeed_compress.transport.server import DEFAULT_BOUNDS, Bounds, Server
 
+T = TypeVar("T")
 SERVICE = "echo"
 CREDENTIALS = Credentials(Secret(b"a secret of the tests of the transport", "the tests"))
 
@@ -35,17 +37,23 @@ def serving(
 ) -> Iterator[Server]:
     """Run a server in a thread. At the end, it must stop long before the patience with its clients is over."""
     server = Server(SERVICE, serve, "127.0.0.1", 0, credentials, limits, bounds, log)
+    with running(server, DEFAULT_LIMITS.patience / 3):
+        yield server
+
+
+@contextlib.contextmanager
+def running(server: Any, seconds: float = 60.0) -> Iterator[None]:
+    """Run `server` in a thread. At the end, it must stop within `seconds`."""
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
     thread.start()
     assert ready.wait(120), "the server does not start"
     try:
-        yield server
+        yield
     finally:
-        begun = time.monotonic()
         server.stop()
-        thread.join(60)
-        assert time.monotonic() - begun < DEFAULT_LIMITS.patience / 3, "the server does not stop in time"
+        thread.join(seconds)
+        assert not thread.is_alive(), "the server does not stop in time"
 
 
 def connected(
@@ -59,12 +67,13 @@ def unauthenticated(server: Server) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait until `condition` is met. The limit is for a hang, on a machine that does other things too."""
+def until(find: Callable[[], T], seconds: float = 120.0) -> T:
+    """Wait until `find` returns a true value, and return that. The limit is for a hang, on a busy machine."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := find()):
         assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
         time.sleep(0.01)
+    return found
 
 
 def make_certificates(directory: Path) -> dict[str, str]:

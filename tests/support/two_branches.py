@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -14,34 +16,7 @@ import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
 from tests.support import messages
-from tests.support.methods import NONE
-from tests.support.seeds import TEXT
-
-__all__ = [
-    "FOUR_BITS",
-    "LOW_RANK",
-    "NONE",
-    "NO_FEEDBACK",
-    "QUIET",
-    "STOCHASTIC",
-    "WIDTH",
-    "Branches",
-    "Setting",
-    "batch",
-    "bits_of",
-    "look_first",
-    "loss_of",
-    "loss_on_text",
-    "plain",
-    "refusal",
-    "residual_sums",
-    "same_on_all",
-    "section",
-    "start",
-    "take_steps",
-    "training_problem",
-    "whole",
-]
+from tests.support.seeds import SEEDS, TEXT
 
 FOUR_BITS = {
     "gradients": {
@@ -84,7 +59,9 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def start() -> None:
-    dist.init_process_group("gloo")
+    """Join the ranks of the job, unless this rank has done so."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
 
 
 def section(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +83,7 @@ class Setting:
     lr: float = 0.05
 
     def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
+        start()
         model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
         attached = None
@@ -185,20 +163,6 @@ def take_steps(
     return [whole(parameter).flatten().tolist() for parameter in model.parameters()]
 
 
-def training_problem(model: nn.Module, optimizer: Any, rank: int) -> str:
-    """Train 40 steps. Return a problem if ranks differ or the loss does not decrease, else ""."""
-    losses = []
-    for step in range(40):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step % 4)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    if not all(same_on_all(whole(parameter)) for parameter in model.parameters()):
-        return "ranks differ"
-    return "" if sum(losses[-4:]) < 0.8 * sum(losses[:4]) else f"{losses[:4]} -> {losses[-4:]}"
-
-
 def refusal(work: Callable[[], object]) -> str:
     """Return the message of the UnsupportedError that `work` raises, or "" if it raises none."""
     return messages.refusal(UnsupportedError, work)
@@ -223,3 +187,50 @@ def _rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(10 * seed + rank)
     for _ in range(steps):
         yield text[torch.randint(len(text), (4,), generator=generator)]
+
+
+def train_together(rank: int, all_four: Any, first: Any, of_pair: Any, second: Any) -> tuple[bool, bool]:
+    """Train a model of all four ranks and one of each pair of ranks at once, with an optimizer for each of them.
+
+    Return whether all ranks have the same weights of the former, and only the ranks of a pair those of the latter.
+    """
+    for step in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        (loss_of(all_four, rank, step) + loss_of(of_pair, rank, step)).backward()
+        first.step()
+        second.step()
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, [whole(parameter).flatten().tolist() for parameter in of_pair.parameters()])
+    apart = gathered[0] == gathered[1] and gathered[2] == gathered[3] and gathered[0] != gathered[2]
+    return all(same_on_all(whole(parameter)) for parameter in all_four.parameters()), apart
+
+
+Gpt = tuple[float, list[Any], int]
+"""The loss, the figures of every step, and the number of elements of a model."""
+
+
+def gpts(
+    rank: int, wrap: Callable[[Any], Any], attach: Callable[..., Any], given: Mapping[str, Any], directory: Path
+) -> list[Gpt]:
+    """Train a small GPT-2 on one text for each seed, after wrapping it and attaching a section to it."""
+    start()
+    return [_gpt(rank, wrap, attach, {**given, "monitor": {"path": f"{directory}/{seed}"}}, seed) for seed in SEEDS]
+
+
+def _gpt(rank: int, wrap: Callable[[Any], Any], attach: Callable[..., Any], given: Mapping[str, Any], seed: int) -> Gpt:
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=64)
+    model = wrap(transformers.GPT2LMHeadModel(config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    figures: list[Any] = []
+    attach(model, section(given), optimizer).session.subscribe(figures.append)
+    loss = loss_on_text(model, optimizer, seed, rank)
+    assert all(same_on_all(whole(parameter)) for parameter in model.parameters())
+    return loss, figures, sum(parameter.numel() for parameter in model.parameters())
+
+
+def late_refusals(rank: int, works: Sequence[Callable[[], object]]) -> list[str]:
+    """Return the message of each refusal that is raised late, or "" without one."""
+    start()
+    return [refusal(work) for work in works]

@@ -15,20 +15,10 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.training.data import cache_key, eval_starts, open_cache, split_windows, train_tokenizer
 from deepspeed_compress.training.main import check_export, main, read_tokenizer
 from tests.support.forks import run_forks
+from tests.support.model_configs import LLAMA
 
 TEXT = "the king said nothing, for who would answer him?\n"
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "max_position_embeddings": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+MODEL = {**LLAMA, "intermediate_size": 48}
 
 
 def arguments(directory: Path, parallelism: dict[str, int], *more: str) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.model_configs import DROPPING_GPT2
+from tests.support.processes import run_python
+
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 32,
-    "n_embd": 32,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.1,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+MODEL = {**DROPPING_GPT2, "n_layer": 1, "resid_pdrop": 0.1}
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
@@ -58,17 +50,8 @@ def launch(port: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        port,
-    ]
-    command += [str(ROOT / "launch" / "train_gpt.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    runner = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port)
+    return run_python("-m", *runner, ROOT / "launch" / "train_gpt.py", *arguments, env=environment)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

@@ -9,20 +9,9 @@ import torch
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.models import build_model, read_model_config
+from tests.support.model_configs import GPT2
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 32,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2 = {**GPT2, "n_layer": 3}
 
 
 def write_config(directory: Path, **changes: Any) -> Path:

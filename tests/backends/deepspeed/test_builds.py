@@ -11,6 +11,7 @@ import pytest
 
 from deepspeed_compress import CompressWarning, cli
 from deepspeed_compress.backends.deepspeed.builds import abandoned_locks, clear_locks, warn_of_abandoned_locks
+from tests.support.processes import run_python
 
 
 @pytest.fixture
@@ -96,10 +97,10 @@ def test_a_lock_that_is_held_is_not_removed_when_asked(lock: Path, tmp_path: Pat
 
 def test_the_module_is_a_command(lock: Path, tmp_path: Path) -> None:
     """The quickstart runs the module as a command."""
-    command = [sys.executable, "-m", "deepspeed_compress.backends.deepspeed.builds"]
-    settings = {"env": {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, "capture_output": True, "text": True}
-    errors = subprocess.run(command, check=True, **settings).stderr
+    command = ("-m", "deepspeed_compress.backends.deepspeed.builds")
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    errors = run_python(*command, check=True, env=environment).stderr
     assert f"type: rm {lock}" in errors
-    errors = subprocess.run([*command, "--clear-locks"], check=True, **settings).stderr
+    errors = run_python(*command, "--clear-locks", check=True, env=environment).stderr
     assert f"{lock}: removed" in errors
     assert not lock.exists()

@@ -20,15 +20,6 @@ def assert_identical_pipelines(job: dict, section: dict) -> None:
     assert run_forks(4, train, Job(**job)) == run_forks(4, train, Job(**job, section=section))
 
 
-@pytest.mark.case_a_stage
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_method_none(stage, accumulation, clipping):
-    job = {"stage": stage, "accumulation": accumulation, "extra": {"gradient_clipping": clipping}, "steps": 20}
-    assert_identical(2, job, NONE)
-
-
 @pytest.mark.parametrize("section", [NONE, RAW], ids=["none", "uncompressed"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")

@@ -1,6 +1,5 @@
 """Weights that ZeRO 3 gathers: rounded alike on every rank and in every training gather, and exact everywhere else."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from torch import nn
 from torch.func import functional_call
 
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import _PREFETCH, check_weights_3
-from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, engines, network, run, start, train, weights
+from tests.support.messages import caught_warnings
 from tests.support.resuming import save_and_resume
 
 SAMPLED = pytest.mark.sampled(4)
@@ -87,13 +87,12 @@ def warned_in(rank: int, *modes: bool) -> list[str]:
     """Return the warnings of a run whose steps are in training mode, or in evaluation mode if False."""
     job = replace(ROUNDED, steps=len(modes))
     engine, batches = start(job), data(rank, job)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompressWarning)
+    with caught_warnings() as texts:
         for training, one in zip(modes, batches, strict=True):
             engine.train(training)
             run(engine, [one])
     engine.destroy()
-    return [str(one.message) for one in caught if one.category is CompressWarning]
+    return texts
 
 
 def test_training_in_evaluation_mode_warns_once() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from deepspeed_compress.cli import main
 from deepspeed_compress.compression.kernels import implementations, reference
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.kernels import OPERATIONS, bytes_moved, measure
+from tests.support.processes import run_python
 
 CPU = torch.device("cpu")
 NUMEL = 3 * 4096 + 5
@@ -60,7 +59,7 @@ def test_torch_and_rich_are_all_that_is_loaded() -> None:
         "import sys, deepspeed_compress.cli, deepspeed_compress.tools.bench.options, "
         "deepspeed_compress.tools.bench.kernels; print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_python("-c", program, check=True)
     assert not {"deepspeed", "pydantic", "hjson", "transformers", "yaml"} & set(done.stdout.split())
 
 

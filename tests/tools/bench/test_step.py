@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from deepspeed_compress.tools.bench.step import (
 )
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
 from tests.support.hosts import measures_links, needs_hosts
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 WORK = Workload(
@@ -179,11 +179,10 @@ def torchrun(port: str) -> tuple[str, ...]:
 def bench(
     output: Path, *arguments: str, launcher: tuple[str, ...] = (), model: str = "configs/models/gpt_2m.json"
 ) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, *launcher, "-m", "deepspeed_compress.cli"]
-    command = [*program, "bench", "step", "--output", str(output), *arguments]
+    command = [*launcher, "-m", "deepspeed_compress.cli", "bench", "step", "--output", output, *arguments]
     size = ["--model", model, "--micro-batch", "1", "--seq-len", "32", "--steps", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run([*command, *size], env=environment, cwd=ROOT, capture_output=True, text=True)
+    return run_python(*command, *size, env=environment, cwd=ROOT)
 
 
 @measures_links

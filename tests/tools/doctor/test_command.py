@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from deepspeed_compress.cli import main
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
+from tests.support.processes import run_python
 from tests.support.runs import trainer_run
 
 PAGE, RUNS = Path(__file__).parents[3] / "docs/doctor.md", Path(__file__).parent / "runs"
@@ -120,7 +119,7 @@ def test_doctor_imports_no_torch() -> None:
         "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules), 'heavy'\n"
         "sys.exit(code)"
     )
-    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=False).returncode == 1
+    assert run_python("-c", program).returncode == 1
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

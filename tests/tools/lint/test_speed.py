@@ -2,8 +2,6 @@
 
 import cProfile
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.outputs import Report, render
+from tests.support.processes import run_python
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -59,8 +58,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_starts_quickly(config: Path) -> None:
     """Count function calls, which take 0.1 s on an idle core, because times depend on what else runs."""
-    command = [sys.executable, "-c", COUNT_CALLS, "lint", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    done = run_python("-c", COUNT_CALLS, "lint", config, cwd=Path(__file__).parents[3])
     assert " 1 file" in f" {done.stdout}", done.stderr
     calls, *modules = done.stderr.split()
     assert int(calls) < 400_000

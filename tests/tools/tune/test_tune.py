@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.tools.tune.space import BASELINE
+from tests.support.processes import run_command
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(Path(__file__).parent / "script.py")
@@ -26,15 +25,8 @@ def tune(directory: Path, port: str) -> str:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     own = "--config ds.json --space space.json --rungs 1 --steps 10 --metric bytes --target-loss-gap 50%"
     script = [SCRIPT, "ds.json", "--output_dir", "runs", "--own-optimizer"]
-    command = [sys.executable, "-m", "deepspeed_compress.cli", "tune", *own.split(), "--num_gpus", "2"]
-    done = subprocess.run(
-        [*command, "--master_port", port, *script],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    start = ("--num_gpus", "2", "--master_port", port)
+    done = run_command("tune", *own.split(), *start, *script, cwd=directory, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

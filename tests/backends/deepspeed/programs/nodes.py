@@ -6,8 +6,6 @@ from dataclasses import replace
 from tests.backends.deepspeed.programs.catalogue import PROGRAMS
 from tests.backends.deepspeed.programs.program import Program
 
-__all__ = ["PROGRAMS_ON_NODES", "PROGRAMS_ON_RAW_NODES"]
-
 _DIFFERENT: Mapping[str, str] = {
     "batches of other sizes at tails of epochs": "its batches are for two ranks",
     "running statistics loaded": "the first node writes its statistics only, as rank 0 does under ZeRO 1 and 2",
