@@ -1,9 +1,10 @@
 """OpenAI's client, and those of LiteLLM and LangChain, at an endpoint that is served."""
 
+import gc
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -47,11 +48,13 @@ CLIENTS: Mapping[str, Callable[[str, str], str]] = {
 
 
 @pytest.fixture(params=CLIENTS)
-def ask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+def ask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], str]]:
     # LiteLLM would fetch the prices of all models.
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     pytest.importorskip(request.param, reason=f"{request.param} is not installed")
-    return CLIENTS[request.param]
+    yield CLIENTS[request.param]
+    # They leave connections open, of which other tests would be warned.
+    gc.collect()
 
 
 class Held(Ready):
