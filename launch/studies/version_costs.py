@@ -26,7 +26,7 @@ from deepspeed_compress.rollout.holder import make_holder
 
 TOKENS = 64
 """Tokens of a step."""
-SETTLE = 4
+SETTLE = 3
 """First steps at a learning rate, which are not published one by one."""
 
 
@@ -82,8 +82,9 @@ def rows(config: Path, rates: Sequence[float], versions: int) -> Iterator[list[s
         for rate in rates:
             for _ in range(SETTLE):
                 job.step(rate)
-            costs = [job.step(rate) for _ in range(versions)]
-            yield cells(f"{rate:g}", "asynchronous", costs, xor(trainer, rate, directory))
+            xored = xor(trainer, rate, directory)
+            job.publish(0.0)
+            yield cells(f"{rate:g}", "asynchronous", [job.step(rate) for _ in range(versions)], xored)
         yield cells("", "the first version, a full copy", [full])
         job.close()
         del job
