@@ -149,6 +149,7 @@ TABLE = {
     ),
     "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
+    "agents.serving": allow("", "starlette uvicorn"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "

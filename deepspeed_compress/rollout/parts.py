@@ -7,7 +7,7 @@ after the update, so a receiver can check what it holds without holding any othe
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -98,23 +98,36 @@ def values_digest(values: Tensor) -> str:
     return hashlib.sha256(values.detach().view(torch.uint8).numpy().data).hexdigest()
 
 
-def write_parts(put: Put, stem: str, slices: Iterable[EncodedSlice]) -> list[PartEntry]:
-    """Store `slices` by `put`, as one or several parts whose names begin with `stem`. Return their entries."""
-    return [_write(put, f"{stem}.{number:04d}", part) for number, part in enumerate(_parts(slices))]
+class PartWriter:
+    """Writer of slices as one or several parts, of which one at a time is in memory.
 
+    Args:
+        put: function that stores a part.
+        stem: beginning of the names of the parts.
+    """
 
-def _parts(slices: Iterable[EncodedSlice]) -> Iterator[list[EncodedSlice]]:
-    """Yield the slices of each part."""
-    part: list[EncodedSlice] = []
-    size = 0
-    for one in slices:
-        part.append(one)
-        size += len(one.payload)
-        if size >= _PART_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+    def __init__(self, put: Put, stem: str) -> None:
+        self._put, self._stem = put, stem
+        self._entries: list[PartEntry] = []
+        self._slices: list[EncodedSlice] = []
+        self._size = 0
+
+    def add(self, one: EncodedSlice) -> None:
+        """Add a slice, and store the part if it is large enough."""
+        self._slices.append(one)
+        self._size += len(one.payload)
+        if self._size >= _PART_BYTES:
+            self._write()
+
+    def end(self) -> list[PartEntry]:
+        """Store the last part, and return the entries of all of them."""
+        if self._slices:
+            self._write()
+        return self._entries
+
+    def _write(self) -> None:
+        slices, self._slices, self._size = self._slices, [], 0
+        self._entries.append(_write(self._put, f"{self._stem}.{len(self._entries):04d}", slices))
 
 
 def _write(put: Put, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:

@@ -1,9 +1,10 @@
 """Publication of a model's weights by the ranks that train it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from deepspeed_compress.rollout.chain import Chain, extend_chain, take_over
+from deepspeed_compress.rollout.parts import SliceDigest
 from deepspeed_compress.rollout.ranks import PublishingRanks, finished
-from deepspeed_compress.rollout.shares import Share, digest_slices, make_manifest, write_share
+from deepspeed_compress.rollout.shares import Share, digest_slice, make_manifest, write_share
 from deepspeed_compress.rollout.slices import Region, Slice, find_holders, find_shares
 from deepspeed_compress.rollout.sources import find_held, unwrap
 from deepspeed_compress.rollout.store import Store
@@ -69,9 +71,9 @@ class _Call:
 class Publisher:
     """Publisher of a model's weights. Every rank of the job has one, and calls its methods together with the others.
 
-    Each rank encodes and stores only its share of the model, and holds two copies of the share in host memory, in the
-    published type. After a restart, the first call publishes a full copy, unless the newest version in the store has
-    the same digest as the model.
+    Each rank encodes and stores only its share of the model, slice by slice. It holds a copy of the share in host
+    memory, in the published type, and two copies if asynchronous. After a restart, the first call publishes a full
+    copy, unless the newest version in the store has the same digest as the model.
 
     Args:
         model: a module, a DDP or FSDP2 model, or a DeepSpeed engine with ZeRO 0 to 3, AutoTP or a pipeline.
@@ -134,7 +136,8 @@ class Publisher:
         """Time of the call that published what is held."""
         self._lag: float | None = None
         self._held: list[Slice] = []
-        self._spare: list[Slice] = []
+        self._snapshot: list[Tensor] = []
+        """Buffers for the weights of this step, which a thread publishes while training changes them."""
 
     def _find_holders(self, model: nn.Module) -> tuple[nn.Module, Mapping[Region, tuple[int, ...]]]:
         """Return the user's module, and the ranks that hold each region of it. Collective."""
@@ -177,7 +180,7 @@ class Publisher:
         if (self.calls - 1) % self._every and not full:
             return None
         call, before = _Call(time.perf_counter(), step, self._lag), self.wait()
-        self._lag, copied = None, finished(self._copy_weights)
+        self._lag, copied = None, finished(self._copies)
         if self._thread is None:
             return self._reported(self._publish(copied, full, call))
         self._running = self._thread.submit(self._publish, copied, full, call)
@@ -196,15 +199,15 @@ class Publisher:
         self._listener(published)
         return published
 
-    def _copy_weights(self) -> list[Slice]:
+    def _copies(self) -> Iterable[Slice]:
         """Return copies of this rank's slices in host memory, in the published type.
 
-        The copies are complete when this returns. On CUDA, they are made in the current stream, which must be the one
-        that the optimizer steps in.
+        If asynchronous, all copies are complete when this returns. Otherwise, they are made one after the other, in the
+        same memory. On CUDA, they are made in the current stream, which must be the one that the optimizer steps in.
 
         Raises:
             UnsupportedError: the model has other parameters than it had in the constructor.
-            RolloutError: a finite value is too large for fp16.
+            RolloutError: a finite value is too large for fp16. This is raised when the copy is taken.
         """
         held = find_held(self._module, self._names)
         changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
@@ -213,16 +216,14 @@ class Publisher:
                 f"parameters were added, removed or resized since the Publisher was made: {', '.join(changed[:3])}; "
                 "make a new Publisher, and receivers with the new model"
             )
-        slices = find_shares(held, self._holders, self._ranks.rank)
-        if [one.region for one in slices] != [one.region for one in self._spare]:
-            self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
-        for one, copy in zip(slices, self._spare, strict=True):
-            copy.values.view(one.values.shape).copy_(one.values)
-            if self._dtype == "fp16":
-                _check_range(one, copy.values.view(one.values.shape))
-        return self._spare
+        slices, dtype = find_shares(held, self._holders, self._ranks.rank), DTYPES[self._dtype]
+        if self._thread is None:
+            largest = max(slices, key=lambda one: one.values.numel(), default=None)
+            return _copied(slices, repeat(_host_buffer(largest.values, dtype)) if largest else ())
+        self._snapshot = self._snapshot or [_host_buffer(one.values, dtype) for one in slices]
+        return list(_copied(slices, self._snapshot))
 
-    def _publish(self, copied: Future[list[Slice]], full: bool, call: _Call) -> Published:
+    def _publish(self, copied: Future[Iterable[Slice]], full: bool, call: _Call) -> Published:
         """Publish the copied weights and hold them. All collective calls are made here, in this order.
 
         An error of copying is raised inside of such a call, so that no rank waits for another.
@@ -231,21 +232,29 @@ class Publisher:
         held = None if chain is None else self._held
         if chain is None:
             chain = self._ranks.from_first(lambda: take_over(self._store, self._dtype))
-            digests = self._ranks.gather(lambda: digest_slices(copied.result()))
+            digests = self._ranks.gather(lambda: self._hold(copied.result()))
             if not full and model_digest(one for some in digests for one in some) == chain.digest:
                 same = Published(chain.version, chain.digest, 0, 0, 0.0, call.seconds, step=call.step, lag=call.lag)
-                return self._hold(copied.result(), chain, same, call)
+                return self._published(chain, same, call)
         full = full or held is None or chain.version + 1 - chain.full >= self._full_every
         rank, version = self._ranks.rank, chain.version + 1
         shares = self._ranks.gather(
-            lambda: write_share(self._store, chain, rank, copied.result(), held, full, self._bits)
+            lambda: write_share(
+                self._store, chain, rank, self._held if held is None else copied.result(), held, full, self._bits
+            )
         )
         published = self._ranks.from_first(lambda: self._complete(chain, shares, call))
         newest = replace(chain, version=version, digest=published.digest, full=version if full else chain.full)
-        return self._hold(copied.result(), newest, published, call)
+        return self._published(newest, published, call)
 
-    def _hold(self, new: list[Slice], chain: Chain, published: Published, call: _Call) -> Published:
-        self._spare, self._held, self._chain, self._held_since = self._held, new, chain, call.began
+    def _hold(self, copies: Iterable[Slice]) -> list[SliceDigest]:
+        """Hold the weights of `copies`, and return their digests."""
+        self._held = []
+        self._held = [replace(one, values=one.values.clone()) for one in copies]
+        return [digest_slice(one) for one in self._held]
+
+    def _published(self, chain: Chain, published: Published, call: _Call) -> Published:
+        self._chain, self._held_since = chain, call.began
         return published
 
     def _complete(self, chain: Chain, shares: Sequence[Share], call: _Call) -> Published:
@@ -286,6 +295,20 @@ def _check_options(dtype: Dtype, every: int, full_every: int, keep_full: int, bi
         raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
     if min(every, full_every, keep_full) < 1:
         raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
+
+
+def _copied(slices: Iterable[Slice], buffers: Iterable[Tensor]) -> Iterator[Slice]:
+    """Copy each slice to the beginning of a buffer, and yield the flat copy.
+
+    Raises:
+        RolloutError: a finite value is too large for fp16.
+    """
+    for one, buffer in zip(slices, buffers, strict=False):
+        values = buffer[: one.values.numel()]
+        copy = values.view(one.values.shape).copy_(one.values)
+        if values.dtype is torch.float16:
+            _check_range(one, copy)
+        yield replace(one, values=values)
 
 
 def _check_range(one: Slice, copy: Tensor) -> None:

@@ -3,8 +3,9 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.changes import encode, encode_lossy
-from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, SliceDigest, values_digest, write_parts
+from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, PartWriter, SliceDigest, values_digest
 from deepspeed_compress.rollout.slices import Slice
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Changes, Dtype, Manifest, model_digest, part_stem
@@ -60,59 +61,50 @@ class _TimedWriter:
         return time.perf_counter() - self._began - self.seconds
 
 
-def digest_slices(slices: Sequence[Slice]) -> list[SliceDigest]:
-    """Return the digests of slices in host memory."""
-    return [
-        SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values), one.rows, one.stride)
-        for one in slices
-    ]
+def digest_slice(one: Slice) -> SliceDigest:
+    """Return the digest of a slice in host memory."""
+    return SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values), one.rows, one.stride)
 
 
 def write_share(
     store: Store,
     chain: Chain,
     rank: int,
-    slices: Sequence[Slice],
+    slices: Iterable[Slice],
     held: Sequence[Slice] | None,
     full: bool,
     bits: int | None,
 ) -> Share:
-    """Write this rank's share of the version after `chain`.
-
-    With lossy changes, set `slices` to the values that they lead to.
+    """Write this rank's share of the version after `chain`, slice by slice, and set `held` to it.
 
     Args:
         store: the store.
         chain: end of the chain of versions.
         rank: this rank.
-        slices: its slices in host memory.
+        slices: its slices in host memory, each of which is needed until the next one is taken. With lossy changes, they
+            are set to the values that these lead to.
         held: the same slices of the version before; None if it is not known.
         full: write a full copy too.
         bits: bits per value of lossy changes; None for exact ones.
     """
-    writer, version = _TimedWriter(store), chain.version + 1
-    payloads = None if held is None else _encode_changes(slices, held, bits)
-    digests, changes, copies = digest_slices(slices), None, None
-    if payloads is not None:
-        changes = write_parts(writer.put, part_stem(version, False, rank, chain.claim), _encoded(digests, payloads))
-    if full:
-        copied = (encode(None, one.values) for one in slices)
-        copies = write_parts(writer.put, part_stem(version, True, rank, chain.claim), _encoded(digests, copied))
-    shapes = {one.name: one.shape for one in slices}
-    return Share(shapes, digests, changes, copies, writer.other_seconds, writer.seconds)
+    timed, version = _TimedWriter(store), chain.version + 1
+    changes, copies = (PartWriter(timed.put, part_stem(version, kind, rank, chain.claim)) for kind in (False, True))
+    shapes, digests = {}, []
+    for one, old in zip(slices, repeat(None) if held is None else held, strict=held is not None):
+        payload = None if old is None else _encode_change(old.values, one.values, bits)
+        shapes[one.name] = one.shape
+        digests.append(digest_slice(one))
+        if old is not None and payload is not None:
+            changes.add(EncodedSlice(digests[-1], payload))
+            old.values.copy_(one.values)
+        if full:
+            copies.add(EncodedSlice(digests[-1], encode(None, one.values)))
+    changed, whole = None if held is None else changes.end(), copies.end() if full else None
+    return Share(shapes, digests, changed, whole, timed.other_seconds, timed.seconds)
 
 
-def _encode_changes(slices: Sequence[Slice], held: Sequence[Slice], bits: int | None) -> Iterable[bytes]:
-    """Return the changes from `held` to `slices`. Lossy ones are encoded at once, because they set `slices`."""
-    pairs = zip(held, slices, strict=True)
-    if bits is None:
-        return (encode(old.values, one.values) for old, one in pairs)
-    return [encode_lossy(old.values, one.values, bits) for old, one in pairs]
-
-
-def _encoded(digests: Sequence[SliceDigest], payloads: Iterable[bytes]) -> Iterator[EncodedSlice]:
-    for digest, payload in zip(digests, payloads, strict=True):
-        yield EncodedSlice(digest, payload)
+def _encode_change(old: Tensor, new: Tensor, bits: int | None) -> bytes:
+    return encode(old, new) if bits is None else encode_lossy(old, new, bits)
 
 
 def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manifest:

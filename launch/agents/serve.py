@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 import torch
-import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_compress.agents.endpoint import make_endpoint
 from deepspeed_compress.agents.policy import Policy, Updates
+from deepspeed_compress.agents.serving import make_server
 from deepspeed_compress.rollout import Receiver, open_store
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     updates = Updates(Receiver(model, open_store(options.weights)))
     policy = Policy(model, tokenizer.pad_token_id, tokenizer.eos_token_id, updates)
-    uvicorn.run(make_endpoint(policy, tokenizer), host="127.0.0.1", port=options.port, log_level="warning")
+    make_server(make_endpoint(policy, tokenizer), "127.0.0.1", options.port).run()
 
 
 if __name__ == "__main__":

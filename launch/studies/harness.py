@@ -27,11 +27,14 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_text_options(parser: argparse.ArgumentParser, model: str = "configs/models/gpt_10m.json") -> None:
+def add_text_options(
+    parser: argparse.ArgumentParser, model: str = "configs/models/gpt_10m.json", required: bool = True
+) -> None:
     """Add the options of a study that trains a model on a text."""
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="directory for runs and results")
-    parser.add_argument("--model", type=Path, default=Path(model), help="config of the model (default: %(default)s)")
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=required, help="text files or directories")
+    add("--output-dir", type=Path, required=required, metavar="DIR", help="directory for runs and results")
+    add("--model", type=Path, default=Path(model), help="config of the model (default: %(default)s)")
 
 
 def add_run_options(parser: argparse.ArgumentParser, steps: int, seeds: Sequence[int] = ()) -> None:

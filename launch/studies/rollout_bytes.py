@@ -7,6 +7,10 @@ published in bf16 (`--dtype`). Steps while Adam's moments adapt to the new learn
 applies each version, and its weights are compared bit by bit. With `--bits`, changes are lossy, and the distance of the
 receiver's weights is reported as a share of the distance that the last step has moved them. Speeds are those of one
 thread, by processor time, for one version, next to a copy of the same weights.
+
+    python -m launch.studies.rollout_bytes --costs --model launch/studies/configs/qwen2_500m.json --lr 1e-6 1e-5
+
+measures what a version of a larger model costs the trainer and a receiver: time and memory (see `version_costs`).
 """
 
 import argparse
@@ -28,6 +32,7 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.changes import apply, encode, encode_lossy
 from deepspeed_compress.rollout.versions import Dtype
 from deepspeed_compress.training.data import open_cache
+from launch.studies import version_costs
 from launch.studies.harness import add_text_options, cache_dir, markdown, new_parser, prepare_data, tracked
 
 SEQUENCES, TOKENS = 4, 128
@@ -62,6 +67,10 @@ class Result:
 def main() -> None:
     """Train, and print a row for each learning rate."""
     options = parse_options()
+    if options.costs:
+        found = version_costs.rows(options.model, options.lr, options.versions)
+        print(markdown(version_costs.COLUMNS, found), end="")
+        return
     torch.set_num_threads(1)
     batches = read_batches(options)
     model = build_model(options.model, read_model_config(options.model), seed=0)
@@ -74,15 +83,19 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    add_text_options(parser)
+    add_text_options(parser, required=False)
     add = parser.add_argument
     add("--warm-up", type=int, default=150, metavar="N", help="steps before anything is published; default: 150")
     add("--warm-up-lr", type=float, default=1e-3, metavar="LR", help="their learning rate; default: 1e-3")
+    add("--costs", action="store_true", help="measure time and memory with random weights and tokens; needs no text")
     add("--versions", type=int, default=20, metavar="N", help="versions per learning rate; default: 20")
     add("--dtype", choices=get_args(Dtype), default="bf16", help="type of the published weights; default: bf16")
     add("--bits", type=int, choices=[4, 8], help="bits per value of lossy changes; default: exact changes")
     add("--lr", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4], help="default: 1e-7 1e-6 1e-5 1e-4")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.costs and None in (options.data, options.output_dir):
+        parser.error("--data and --output-dir are needed without --costs")
+    return options
 
 
 def read_batches(options: argparse.Namespace) -> Iterator[Tensor]:

@@ -546,5 +546,5 @@ def test_malformed_requests_are_refused_by_name(name: str, wrong: Any) -> None:
     request = {"messages": [{"role": "user", "content": "1+1="}], name: wrong}
     headers = {"Content-Type": "application/json"}
     refused = client().post("/v1/chat/completions", content=json.dumps(request), headers=headers)
-    assert refused.status_code == 422
+    assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(f"/{name}: ")

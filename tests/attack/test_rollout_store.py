@@ -2,14 +2,10 @@
 
 import contextlib
 import os
-import resource
-import selectors
-import socket
-import subprocess
-import sys
+import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import IO
 
@@ -19,8 +15,10 @@ from deepspeed_compress.rollout import DirectoryStore
 from deepspeed_compress.rollout.served_store import ServedStore
 from deepspeed_compress.rollout.store_server import LIMITS, STORE, StoreServer
 from deepspeed_compress.transport.client import connect
-from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated
+from deepspeed_compress.transport.connection import Connection, encode
+from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated, raw_bytes
 from tests.support.processes import MEGABYTE, join_threads, resident_memory, start_threads
+from tests.support.siege import besieged, drip, medians, serving_process
 from tests.support.transport import CREDENTIALS
 
 
@@ -67,43 +65,9 @@ with StoreServer(DirectoryStore(Path(sys.argv[1])), "127.0.0.1", 0, CREDENTIALS)
 DESCRIPTORS = 256
 
 
-@contextlib.contextmanager
-def served(path: Path, log: IO[bytes]) -> Iterator[tuple[int, int]]:
+def served(path: Path, log: IO[bytes]) -> AbstractContextManager[tuple[int, int]]:
     """Run a server in a process with `DESCRIPTORS` descriptors. Yield its process id and its port."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-
-    command = [sys.executable, "-c", SERVE, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-    with subprocess.Popen(command, **pipes, preexec_fn=limit, text=True) as process:  # type: ignore[call-overload]
-        yield process.pid, int(process.stdout.readline())
-        process.stdin.close()
-
-
-def crowd(port: int, count: int, seconds: float, sent: bytes) -> int:
-    """Keep `count` connections open, each of which sends a byte of `sent` now and then. Return how many were opened.
-
-    Those that the server closes are opened again, 500 per second at most.
-    """
-    until, opened, calm = time.monotonic() + seconds, 0, 0.05
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as sockets:
-        while time.monotonic() < until:
-            for _ in range(min(25, count - len(selector.get_map()))):
-                there = sockets.enter_context(socket.socket())
-                there.setblocking(False)
-                there.connect_ex(("127.0.0.1", port))
-                selector.register(there, selectors.EVENT_READ)
-                opened += 1
-            for key, _ in selector.select(calm):
-                there = key.fileobj  # type: ignore[assignment]
-                selector.unregister(there)
-                there.close()
-            for key in list(selector.get_map().values()):
-                with contextlib.suppress(OSError):
-                    key.fileobj.send(sent[:1])  # type: ignore[union-attr]
-            time.sleep(calm)
-    return opened
+    return serving_process(SERVE, path, log=log, descriptors=DESCRIPTORS)
 
 
 def seconds_of_a_client(port: int) -> float:
@@ -120,14 +84,50 @@ def test_connections_without_the_secret_do_not_lock_out_a_client(tmp_path: Path)
     """The server has 256 descriptors."""
     with (tmp_path / "log").open("wb") as log, served(tmp_path / "store", log) as (process, port):
         calm = max(seconds_of_a_client(port) for _ in range(5))
-        threads, crowded = start_threads(lambda: crowd(port, 1000, 6.0, b"DSCOMPR")), list[float]()
-        time.sleep(0.5)
-        while threads[0].is_alive():
-            crowded.append(seconds_of_a_client(port))
-        join_threads(threads)
+        crowded: list[float] = []
+        with besieged(port, [drip(b"DSCOMPR")] * 1000):
+            end = time.monotonic() + 4.0
+            while time.monotonic() < end:
+                crowded.append(seconds_of_a_client(port))
         assert resident_memory(process) < 300 * MEGABYTE
     assert max(crowded) < 1.0 + 4 * calm
     assert (tmp_path / "log").stat().st_size < 4096
+
+
+def ask(port: int, kind: str, name: str, announced: int = 0) -> Connection:
+    """Return a connection of a client with the secret, which sends no body for its request, and reads no answer."""
+    there = connect(f"127.0.0.1:{port}", STORE, CREDENTIALS, limits=LIMITS)
+    there.send_encoded(encode({"kind": kind, "name": name}, announced))
+    return there
+
+
+@contextlib.contextmanager
+def attacked(port: int) -> Iterator[None]:
+    """Attack by 256 idle connections, 256 with forged bytes, 32 that read nothing, and 40 abandoned requests."""
+    rng = random.Random(4)
+    forged = [drip(raw_bytes(rng)) for _ in range(256)]
+    with contextlib.ExitStack() as unread:
+        for _ in range(32):
+            unread.enter_context(ask(port, "get", "large"))
+        for _ in range(20):
+            ask(port, "get", "large").close()
+            ask(port, "put", "abandoned", announced=1 << 20).close()
+        with besieged(port, [[]] * 256 + forged):
+            yield
+
+
+@pytest.mark.serial
+def test_a_client_waits_at_most_twice_as_long_while_a_store_is_attacked(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log, served(tmp_path / "store", log) as (process, port):
+        with closing(ServedStore(f"tcp://127.0.0.1:{port}", CREDENTIALS)) as store:
+            store.put("large", bytes(32 * MEGABYTE))
+        before = resident_memory(process)
+        alone, under = medians(lambda: seconds_of_a_client(port), lambda: attacked(port))
+        # See docs/security.md.
+        assert resident_memory(process) - before < 100 * MEGABYTE
+        with closing(ServedStore(f"tcp://127.0.0.1:{port}", CREDENTIALS)) as store:
+            assert {*store.names()} == {"blob", "large"}
+    assert under <= 2 * alone
 
 
 def test_slow_readers_cost_no_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.module_weights import ModuleWeights
 from deepspeed_compress.rollout.parts import SliceDigest
-from deepspeed_compress.rollout.shares import Share, digest_slices, make_manifest
+from deepspeed_compress.rollout.shares import Share, digest_slice, make_manifest
 from deepspeed_compress.rollout.slices import Slice, find_holders, find_shares, rectangle
 
 WHOLE = torch.arange(6 * 10.0).view(6, 10)
@@ -47,7 +47,7 @@ def held(rank: int) -> list[Slice]:
 def digests(skipped: int | None = None) -> list[SliceDigest]:
     holders = find_holders([[one.region for one in held(rank)] for rank in range(4)])
     shares = [find_shares(held(rank), holders, rank) for rank in range(4) if rank != skipped]
-    return digest_slices([replace(one, values=one.values.flatten()) for share in shares for one in share])
+    return [digest_slice(replace(one, values=one.values.flatten())) for share in shares for one in share]
 
 
 def manifest(slices: list[SliceDigest]) -> Any:

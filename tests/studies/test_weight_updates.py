@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed_compress.rollout import DirectoryStore
-from launch.studies import agent_rewards
+from launch.studies import agent_rewards, version_costs
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 
 
@@ -47,3 +47,12 @@ def test_runs_of_some_seconds_have_a_table_and_a_picture(tmp_path: Path, capfd: 
     rows = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows == ["| mode", "| ---", *(f"| {mode}" for mode in modes)]
     assert (tmp_path / "rewards.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_costs_of_versions_have_a_row_for_each_learning_rate_and_kind() -> None:
+    rows = list(version_costs.rows(Path("configs/models/llama_1m.json"), [1e-6, 1e-5], versions=1))
+    assert [row[0] for row in rows] == ["1e-06", "1e-05", "", "1e-05"]
+    assert {len(row) for row in rows} == {len(version_costs.COLUMNS)}
+    sizes = [float(row[version_costs.COLUMNS.index("MB")]) for row in rows]
+    assert sizes[0] < sizes[1] < sizes[2]

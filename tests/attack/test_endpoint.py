@@ -1,0 +1,232 @@
+"""Connections and requests that would take an endpoint from an honest client: idle, slow, forged, or abandoned."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install -e .[http]")
+
+from deepspeed_compress.agents.policy import Policy
+from tests.agents.models import END, PAD, network
+from tests.agents.test_policy import held_until
+from tests.support.endpoints import CHAT, SECRET, Ready, body_of, head_of, request, served
+from tests.support.processes import resident_memory
+from tests.support.siege import besieged, drip, medians, open_unread, serving_process
+
+DESCRIPTORS = 1024
+SERVE = """
+import socket, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from deepspeed_compress.agents.endpoint import make_endpoint
+from deepspeed_compress.agents.policy import Policy
+from deepspeed_compress.agents.serving import make_server
+from launch.agents.sums import END, PAD, make_tokenizer
+torch.set_num_threads(1)
+sizes = {"n_positions": 8192, "n_embd": 32, "n_layer": 2, "n_head": 4}
+model = GPT2LMHeadModel(GPT2Config(vocab_size=END + 1, bos_token_id=END, eos_token_id=None, **sizes)).eval()
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    server = make_server(make_endpoint(Policy(model, PAD, None), make_tokenizer(), secret=sys.argv[1]), "127.0.0.1", 0)
+    print(listening.getsockname()[1], flush=True)
+    server.run([listening])
+"""
+"""Program with an endpoint whose completions have as many tokens as are asked for."""
+
+
+HONEST = request(body_of(16))
+FORGED = (
+    request(body_of(16), secret="wrong"),
+    request(body_of(16), path="/v1/nothing"),
+    request(b"[" * 5000),
+    request(body_of(16, model="gpt-5")),
+    head_of(1 << 40),
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10,
+    HONEST.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"),
+)
+
+
+def ask(port: int, body: bytes = body_of(16)) -> tuple[int, Any]:
+    """Return the status and the content of the answer to a client with a connection of its own."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as client:
+        headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+        client.request("POST", CHAT, body, headers)
+        answer = client.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def check_answered(port: int) -> None:
+    status, answer = ask(port)
+    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 16)
+
+
+def abandon(port: int, count: int) -> None:
+    """Send requests for thousands of tokens, and disconnect while they are sampled."""
+    with contextlib.ExitStack() as clients:
+        for _ in range(count):
+            there = clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            there.sendall(request(body_of(8000)))
+        time.sleep(0.3)
+
+
+@contextlib.contextmanager
+def attacked(port: int) -> Iterator[None]:
+    """Attack by idle, dripping, forging and replaying clients, by some that read nothing, and by some that give up."""
+    unfinished = [drip(b"POST / HTTP/1.1\r\nX: " + b"x" * 5000)] * 128 + [[head_of(100_000), *drip(b"1" * 5000)]] * 128
+    whole = [[sent] for sent in (*FORGED, HONEST) for _ in range(8)]
+    with contextlib.ExitStack() as unread:
+        for _ in range(64):
+            unread.enter_context(open_unread(port, request(b"", path="/v1/models", method="GET") * 100))
+        abandon(port, 20)
+        with besieged(port, [*[[]] * 256, *unfinished, *whole]):
+            yield
+
+
+@pytest.mark.serial
+def test_a_client_waits_at_most_twice_as_long_while_an_endpoint_is_attacked(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "log").open("wb") as log,
+        serving_process(SERVE, SECRET, log=log, descriptors=DESCRIPTORS) as (process, port),
+    ):
+        check_answered(port)
+        before = resident_memory(process)
+        alone, under = medians(lambda: check_answered(port), lambda: attacked(port))
+        # See docs/security.md: 0.2 MB for each connection, and 1 KB for each of the tokens of those that are abandoned.
+        assert resident_memory(process) - before < 800 * 0.2e6 + 20 * 8000 * 1e3
+    assert under <= 2 * alone
+    assert (tmp_path / "log").stat().st_size < 4096
+
+
+@pytest.mark.serial
+def test_requests_that_are_abandoned_stop_generating(tmp_path: Path) -> None:
+    """Otherwise, a client would wait until 8,000 tokens are sampled."""
+    with (
+        (tmp_path / "log").open("wb") as log,
+        serving_process(SERVE, SECRET, log=log, descriptors=DESCRIPTORS) as (_, port),
+    ):
+        check_answered(port)
+        alone, after = list[float](), list[float]()
+        for _ in range(5):
+            alone.append(seconds_of_an_answer(port))
+            abandon(port, 20)
+            after.append(seconds_of_an_answer(port))
+    assert statistics.median(after) <= 2 * statistics.median(alone)
+
+
+def seconds_of_an_answer(port: int) -> float:
+    begun = time.perf_counter()
+    check_answered(port)
+    return time.perf_counter() - begun
+
+
+def is_closed(there: socket.socket, within: float) -> bool:
+    """Return True if the server ends a connection in time. What it has sent before is read."""
+    there.settimeout(within)
+    try:
+        while there.recv(1 << 16):
+            continue
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("begun", [b"", HONEST[:40], HONEST[:-1], HONEST + HONEST[:40]], ids=len)
+def test_a_client_that_does_not_send_a_whole_request_in_time_is_disconnected(begun: bytes) -> None:
+    with served(Ready(), patience=0.5) as port, socket.create_connection(("127.0.0.1", port)) as there:
+        there.sendall(begun)
+        assert not is_closed(there, 0.3)
+        assert is_closed(there, 60.0)
+        check_answered(port)
+
+
+def test_answers_take_as_long_as_they_take() -> None:
+    held = threading.Event()
+    policy = Policy(network(), PAD, END, held_until(held))
+    with served(policy, patience=0.3) as port, socket.create_connection(("127.0.0.1", port)) as there:
+        there.sendall(request(body_of(2)))
+        assert not is_closed(there, 1.5)
+        held.set()
+        there.settimeout(60)
+        assert there.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+    policy.stop()
+
+
+def test_the_client_that_has_waited_longest_makes_room_for_a_new_one() -> None:
+    with served(Ready(), most=4) as port, contextlib.ExitStack() as clients:
+        crowd = [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(4)]
+        for _ in range(3):
+            check_answered(port)
+        assert [is_closed(there, 0.2) for there in crowd] == [True, False, False, False]
+
+
+def test_clients_that_do_not_read_cost_bounded_memory_and_are_disconnected() -> None:
+    """Their answers would have 600 MB."""
+    body = body_of(25_000, n=4)
+    with served(Ready(), patience=3.0, most_tokens=300_000) as port, contextlib.ExitStack() as unread:
+        check_answered(port)
+        before = resident_memory(os.getpid())
+        begun = time.monotonic()
+        for _ in range(64):
+            unread.enter_context(open_unread(port, request(body)))
+        while ask(port, body)[0] != 429:
+            assert time.monotonic() < begun + 3.0
+        check_answered(port)
+        assert resident_memory(os.getpid()) - before < 300_000 * 1e3
+        while ask(port, body)[0] != 200:
+            assert time.monotonic() < begun + 60.0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_in_flight_are_bounded(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_compress.agents.endpoint._MOST_BODIES", 1 << 20)
+    size, large = 7 << 17, body_of(16, metadata={"a": "x" * (1 << 18)})
+    head, body = head_of(size), b"1" * (size - 1)
+    if chunked:
+        head = head.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nX") + f"{size:x}\r\n".encode()
+    with served(Ready()) as port, socket.create_connection(("127.0.0.1", port)) as there:
+        assert ask(port, large)[0] == 200
+        there.sendall(head + body)
+        time.sleep(0.5)
+        status, refused = ask(port, large)
+        assert (status, refused["error"]["type"]) == (429, "invalid_request_error")
+        check_answered(port)
+        there.close()
+        while (status := ask(port, large)[0]) == 429:
+            time.sleep(0.05)
+        assert status == 200
+
+
+STATUSES = {400, 401, 404, 413, 429, 503}
+CONTENTS = ('"\\ud800"', '"\\u0000"', "1e999", "-1", "9" * 5000, "NaN", "[" * 3000 + "]" * 3000, "null", "{}", '[""]')
+
+
+def test_forged_requests_get_errors_of_openais_form() -> None:
+    """Errors name what is wrong, and never are those of the server."""
+    message = {"role": "user", "content": "1"}
+    fields = ("model", "messages", "max_tokens", "temperature", "n", "stop", "tools", "stream", "seed", "x")
+    bodies = [b"", b"null", b"\xff", b'{"messages"', b"[]", b"{}", body_of(10**6), body_of(16, n=129)]
+    for field in fields:
+        bodies += [f'{{"messages": [{json.dumps(message)}], "{field}": {content}}}'.encode() for content in CONTENTS]
+    for content in CONTENTS:
+        bodies.append(f'{{"messages": [{{"role": {content}, "content": {content}}}]}}'.encode())
+    refused = 0
+    with served(Ready()) as port:
+        for body in bodies:
+            status, answer = ask(port, body)
+            if status != 200:
+                refused += 1
+                assert status in STATUSES, (body[:200], answer)
+                assert {*answer["error"]} == {"message", "type", "param", "code"}
+                assert isinstance(answer["error"]["message"], str)
+    assert refused > len(bodies) / 2
