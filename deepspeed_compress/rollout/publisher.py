@@ -1,6 +1,7 @@
 """Publication of a model's weights by the ranks that train it."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
+from deepspeed_compress.rollout.adapters import Adapter, AdapterConfig, AdapterForm, find_adapter
 from deepspeed_compress.rollout.chain import Chain, extend_chain, take_over
 from deepspeed_compress.rollout.ranks import PublishingRanks, finished
 from deepspeed_compress.rollout.shares import Share, digest_slices, make_manifest, write_share
@@ -90,14 +92,19 @@ class Publisher:
         names: names of the model's submodules in the plain model that receivers hold, if they differ. A
             PipelineModule needs the names of its layers, such as {"1": "model.layers.0"}, unless the section's
             `parallelism` has made it.
+        adapters: what is published of a model with a LoRA adapter of PEFT: the adapter "alone", which engines load next
+            to their own base, or the weights with the adapter "merged" into them. None publishes all parameters under
+            the names of PEFT, for a receiver with the same PEFT model.
 
     Raises:
-        ConfigError: `dtype` or `bits` is not known, or a number is below 1.
-        UnsupportedError: ranks hold parts of the model in a way that is not known, or a parameter has no known name in
-            the plain model.
+        ConfigError: `dtype`, `bits` or `adapters` is not known, a number is below 1, or both `names` and `adapters` are
+            given.
+        UnsupportedError: ranks hold parts of the model in a way that is not known, a parameter has no known name in the
+            plain model, or the adapter cannot be published in this form.
 
     Attributes:
         calls: number of calls of `publish` so far.
+        adapters: see the argument.
 
     Examples:
         >>> publisher = Publisher(engine, DirectoryStore("/shared/policy"))
@@ -118,9 +125,11 @@ class Publisher:
         bits: Literal[4, 8] | None = None,
         listener: Callable[[Published], None] = lambda published: None,
         names: Mapping[str, str] = MappingProxyType({}),
+        adapters: AdapterForm | None = None,
     ) -> None:
         _check_options(dtype, every, full_every, keep_full, bits)
-        self._store, self._dtype, self._names = store, dtype, names
+        _check_adapters(adapters, names)
+        self._store, self._dtype, self._names, self.adapters = store, dtype, names, adapters
         self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
         self._ranks, self._listener = PublishingRanks(), listener
         self._module, self._holders = self._find_holders(model)
@@ -135,13 +144,15 @@ class Publisher:
         self._lag: float | None = None
         self._held: list[Slice] = []
         self._spare: list[Slice] = []
+        self._config: AdapterConfig | None = None
+        """Settings of the adapter of `_spare`, if it is published alone."""
 
     def _find_holders(self, model: nn.Module) -> tuple[nn.Module, Mapping[Region, tuple[int, ...]]]:
         """Return the user's module, and the ranks that hold each region of it. Collective."""
         module, held, problem = model, [], None
         try:
             module = unwrap(model)
-            held = [one.region for one in find_held(module, self._names)]
+            held = [one.region for one in self._find_held(module)[0]]
         except UnsupportedError as error:
             problem = str(error)
         everyone = self._ranks.gather(lambda: (held, problem))
@@ -149,6 +160,13 @@ class Publisher:
         if problems:
             raise UnsupportedError(problems[0])
         return module, find_holders([regions for regions, _ in everyone])
+
+    def _find_held(self, module: nn.Module) -> tuple[list[Slice], Adapter | None]:
+        """Return the slices that this rank holds of what is published, and the adapter that is."""
+        if self.adapters is None:
+            return find_held(module, self._names), None
+        adapter = find_adapter(module, self.adapters)
+        return find_held(module, adapter.names, adapter.names), adapter
 
     @property
     def version(self) -> int | None:
@@ -206,7 +224,7 @@ class Publisher:
             UnsupportedError: the model has other parameters than it had in the constructor.
             RolloutError: a finite value is too large for fp16.
         """
-        held = find_held(self._module, self._names)
+        held, adapter = self._find_held(self._module)
         changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
         if changed:
             raise UnsupportedError(
@@ -218,7 +236,12 @@ class Publisher:
             self._spare = [replace(one, values=_host_buffer(one.values, DTYPES[self._dtype])) for one in slices]
         for one, copy in zip(slices, self._spare, strict=True):
             copy.values.view(one.values.shape).copy_(one.values)
-            if self._dtype == "fp16":
+        if adapter is not None:
+            self._config = adapter.config
+            _merge(adapter, slices, self._spare)
+        if self._dtype == "fp16":
+            # Not before, because all ranks take part in merging.
+            for one, copy in zip(slices, self._spare, strict=True):
                 _check_range(one, copy.values.view(one.values.shape))
         return self._spare
 
@@ -254,7 +277,7 @@ class Publisher:
         Raises:
             RolloutError: another publisher has taken over the store.
         """
-        manifest = make_manifest(chain, self._dtype, shares)
+        manifest = make_manifest(chain, self._dtype, shares, self._config)
         size = extend_chain(self._store, chain, manifest, self._keep_full)
         changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
         changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
@@ -286,6 +309,29 @@ def _check_options(dtype: Dtype, every: int, full_every: int, keep_full: int, bi
         raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
     if min(every, full_every, keep_full) < 1:
         raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
+
+
+def _check_adapters(adapters: AdapterForm | None, names: Mapping[str, str]) -> None:
+    """Check the arguments of a publisher that concern adapters.
+
+    Raises:
+        ConfigError: one is not possible.
+    """
+    if adapters not in (None, *get_args(AdapterForm)):
+        raise ConfigError(f"adapters {adapters!r} is not known (allowed: {', '.join(get_args(AdapterForm))}, or None)")
+    if adapters is not None and names:
+        raise ConfigError("names has no effect with adapters, which have names of their own: leave one of them out")
+
+
+def _merge(adapter: Adapter, slices: Sequence[Slice], copies: Sequence[Slice]) -> None:
+    """Add the changes of an adapter to copies of the slices that it changes. Collective under ZeRO 3."""
+    pairs = defaultdict[str, list[tuple[Slice, Tensor]]](list)
+    for one, copy in zip(slices, copies, strict=True):
+        pairs[one.name].append((one, copy.values))
+    for name, change in adapter.changes():
+        for one, values in pairs[name]:
+            merged = (one.values + one.select(change)).to(one.values.dtype)
+            values.view(one.values.shape).copy_(merged)
 
 
 def _check_range(one: Slice, copy: Tensor) -> None:

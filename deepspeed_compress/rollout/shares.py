@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.rollout.adapters import AdapterConfig
 from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.changes import encode, encode_lossy
 from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, SliceDigest, values_digest, write_parts
@@ -115,7 +116,9 @@ def _encoded(digests: Sequence[SliceDigest], payloads: Iterable[bytes]) -> Itera
         yield EncodedSlice(digest, payload)
 
 
-def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manifest:
+def make_manifest(
+    chain: Chain, dtype: Dtype, shares: Sequence[Share], adapter: AdapterConfig | None = None
+) -> Manifest:
     """Return the manifest of the version after `chain`, of which all ranks have written `shares`.
 
     Raises:
@@ -134,6 +137,7 @@ def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manife
         digest=model_digest(slices),
         changes=Changes(base=chain.version, base_digest=chain.digest, parts=tuple(changes)) if has_changes else None,
         full=tuple(full) if all(share.full is not None for share in shares) else None,
+        adapter=adapter,
     )
 
 

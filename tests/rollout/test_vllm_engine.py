@@ -9,8 +9,10 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +168,7 @@ def test_fifty_versions_of_two_ranks_give_the_answers_of_transformers(trained: t
     assert rearranged["patched"] == 0
     check(kept, answers[3], versions)
     assert kept["patched"] == VERSIONS - 1
-    for before, after in zip(answers[3], answers[3][1:], strict=False):
+    for before, after in pairwise(answers[3]):
         assert before[1] != pytest.approx(after[1], abs=1e-4)
 
 
@@ -191,6 +193,44 @@ def test_every_family_loads_more_than_one_version(tmp_path: Path) -> None:
         check(found[3 * number], answers[number], [1, 2, 3])
         followed, new = found[3 * number + 1 : 3 * number + 3]
         assert followed["answers"] == new["answers"], family
+
+
+def publish_adapter(family: str, directory: Path, versions: int) -> dict[str, Answers]:
+    """Publish versions of an adapter, alone and merged. Return what transformers generates with each."""
+    from peft import LoraConfig, get_peft_model
+
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, use_rslora=family == "Qwen3", target_modules=every, task_type="CAUSAL_LM")
+    base = make_model(family)
+    base.load_state_dict(make_model(family, directory / "model").state_dict())
+    model: Any = get_peft_model(base, config)
+    answers: dict[str, Answers] = {"alone": [], "merged": []}
+    stores = {form: DirectoryStore(directory / form) for form in answers}
+    publishers = [Publisher(model, store, adapters=form) for form, store in stores.items()]  # type: ignore[arg-type]
+    for _ in range(versions):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.05 * torch.randn_like(parameter)
+        for publisher in publishers:
+            publisher.publish()
+        answers["alone"].append(expected(deepcopy(model)))
+        answers["merged"].append(expected(deepcopy(model).merge_and_unload()))
+    return answers
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_adapters_give_the_answers_of_peft(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    answers = publish_adapter(family, tmp_path, 4)
+    model, versions = str(tmp_path / "model"), [1, 2, 3, 4]
+    alone = Job(model, [str(tmp_path / "alone")], 4, adapters=str(tmp_path / "adapters"))
+    merged = Job(model, [str(tmp_path / "merged")], 4)
+    found = dict(zip(answers, run_engines(tmp_path, alone, merged), strict=True))
+    check(found["merged"], answers["merged"], versions)
+    check({**found["alone"], "labels": list("1234")}, answers["alone"], versions)
+    for before, after in pairwise(answers["alone"]):
+        assert before[1] != pytest.approx(after[1], abs=1e-3)
 
 
 class Served:
