@@ -60,7 +60,7 @@ Answers = list[tuple[list[int], list[float]]]
 def make_model(family: str, directory: Path | None = None) -> Any:
     """Return a model of `family`, and save it with a tokenizer if `directory` is given."""
     import transformers
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS[family])
@@ -68,6 +68,7 @@ def make_model(family: str, directory: Path | None = None) -> Any:
     if directory is not None:
         words = {str(number): number for number in range(WORDS)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="256").save_pretrained(directory)
         model.to(torch.bfloat16).save_pretrained(directory)
     return model
@@ -234,13 +235,13 @@ def test_adapters_give_the_answers_of_peft(family: str, tmp_path: Path) -> None:
 
 
 class Served:
-    """A vLLM server in processes of its own.
+    """A vLLM server in processes of its own, with the given options besides those that all have.
 
     Attributes:
         url: its address.
     """
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *more: str) -> None:
         with own_port() as port:
             self.url, self._log = f"http://127.0.0.1:{port}", log
         config = json.dumps({"backend": BACKEND})
@@ -253,8 +254,10 @@ class Served:
             "--weight-transfer-config",
             config,
             *options,
+            *more,
         ]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with log.open("w") as stream:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=stream, stderr=stream, start_new_session=True
@@ -276,12 +279,14 @@ class Served:
     def generate(self, tokens: int = TOKENS) -> dict[str, Any]:
         """Return the choice of a greedy request. vLLM's route for token ids names the versions that sampled it."""
         sampling = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        body = json.dumps({"token_ids": PROMPT, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(
-            f"{self.url}/inference/v1/generate", body, {"Content-Type": "application/json"}
-        )
+        return self.ask("inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling})[0]
+
+    def ask(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices of a request."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/{route}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=600) as answer:
-            found: dict[str, Any] = json.load(answer)["choices"][0]
+            found: list[dict[str, Any]] = json.load(answer)["choices"]
         return found
 
 
