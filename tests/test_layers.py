@@ -149,6 +149,7 @@ TABLE = {
     ),
     "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
+    "agents.vllm_endpoint": allow("agents errors rollout", "fastapi httpx starlette"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "
