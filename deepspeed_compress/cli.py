@@ -231,7 +231,7 @@ COMMANDS = (
     ),
     Command(
         "rollout",
-        "Serve the weights of a policy to ranks and rollout workers, or export them for SGLang.",
+        "Serve the weights of a policy to ranks and rollout workers, or export them for SGLang or PEFT.",
         (
             "rollout serve --directory weights --port 29500",
             "rollout export --store weights --directory versions --model base",

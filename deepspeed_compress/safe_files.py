@@ -8,6 +8,7 @@ ends.
 import fcntl
 import json
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -65,6 +66,21 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def completing(place: Path) -> Iterator[Path]:
+    """Yield a new directory, which is on disk and takes the name `place` at the end.
+
+    One process at a time may do this in a directory. What it leaves unfinished, the next one removes.
+    """
+    scratch = place.with_name("unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    yield scratch
+    sync_directory(scratch)
+    os.replace(scratch, place)
+    sync_directory(place.parent)
 
 
 def temporary(file: Path) -> Path:

@@ -93,6 +93,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--uncorrected", action="store_true", help="do not weight samples by their ratio to the present policy")
     add("--ranks", type=int, default=2, metavar="N", help="training ranks; default: 2")
     add("--runners", type=int, default=2, metavar="N", help="processes that run the agent; default: 2")
+    add("--server", choices=("own", "vllm"), default="own", help="what samples: this package, or vLLM; default: own")
+    add(
+        "--vllm-python",
+        default=sys.executable,
+        metavar="FILE",
+        help="Python of the environment with vLLM and this package; default: this one",
+    )
     add("--agents", type=int, default=1, metavar="N", help="agents that share a trunk; default: 1")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     add("--checkpoint-every", type=int, default=10, metavar="N", help="batches between checkpoints; default: 10")
@@ -172,8 +179,8 @@ def _start(options: argparse.Namespace, config: Path, model: Path, agent: Agent,
     endpoint, store = _free_port(), _free_port()
     directory, seed = agent.directory, str(options.seed + agent.number)
     weights = str(directory / "weights")
-    serve = ["-m", "launch.agents.serve", "--model", str(model), "--weights", weights, "--port", str(endpoint)]
-    helpers = [processes.enter_context(_process([*serve, "--seed", seed], directory / "endpoint.log"))]
+    serve = ["--model", str(model), "--weights", weights, "--port", str(endpoint), "--seed", seed]
+    helpers = [processes.enter_context(_process([*_server(options), *serve], directory / "endpoint.log"))]
     run = ["-m", "launch.agents.agent", "--port", str(store), "--runners", str(options.runners)]
     helpers.append(processes.enter_context(_process(run, directory / "agent.log")))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
@@ -185,6 +192,13 @@ def _start(options: argparse.Namespace, config: Path, model: Path, agent: Agent,
         learn += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     learn += [f"--{name}" for name in ("uncorrected", "resume") if getattr(options, name)]
     return [*helpers, processes.enter_context(_process([*launcher, *learn], directory / "training.log"))]
+
+
+def _server(options: argparse.Namespace) -> list[str]:
+    """Return the program of an endpoint, with the options that only it has."""
+    if options.server == "own":
+        return ["-m", "launch.agents.serve"]
+    return ["-m", "launch.agents.serve_vllm", "--python", options.vllm_python, "--vllm-port", str(_free_port())]
 
 
 def _free_port() -> int:

@@ -150,16 +150,20 @@ TABLE = {
     "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.serving": allow("", "starlette uvicorn"),
+    "agents.vllm_endpoint": allow("agents errors rollout", "fastapi httpx starlette"),
     "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
     "rollout": allow(
         "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "
         "model_families safe_files",
         "numpy pydantic torch",
     ),
+    "rollout.adapters": allow("errors rollout.parts", "pydantic torch", lazily="deepspeed peft transformers"),
+    "rollout.adapter_export": allow("errors rollout safe_files", "safetensors"),
     "rollout.checkpoint_names": allow("errors", "torch", lazily="torch transformers"),
     "rollout.hf_delta": allow("errors safe_files", "numpy pydantic safetensors torch zstandard", lazily="xxhash"),
     "rollout.checkpoint_export": allow("errors rollout safe_files", "torch", lazily="transformers"),
     "rollout.vllm": allow("errors", lazily="vllm"),
+    "rollout.vllm_adapters": allow("rollout", lazily="vllm"),
     "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),
     "rollout.vllm_worker": allow("errors rollout", "numpy torch vllm"),
     "rollout.served_store": allow("rollout.store rollout.store_server errors transport"),
@@ -200,7 +204,9 @@ TABLE = {
         "checkpointing.completeness checkpointing.directory config errors local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed torch transformers",
     ),
-    "integrations.trl": allow("errors rollout.checkpoint_names rollout.vllm session.patches", "trl"),
+    "integrations.trl": allow(
+        "errors rollout.checkpoint_names rollout.vllm rollout.vllm_adapters session.patches", "trl"
+    ),
     "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
     "integrations.plain": allow(
         "errors integrations.patching",

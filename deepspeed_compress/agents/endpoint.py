@@ -18,7 +18,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -64,13 +64,19 @@ def make_endpoint(
             together. A request beyond them is refused with status 429 and a header Retry-After. A larger request runs
             alone.
     """
+    service = _Service(policy, tokenizer, name, _InFlight(most_tokens, "tokens"))
+    return make_app(name, secret, service.chat, service.version)
+
+
+def make_app(name: str, secret: str | None, chat: Callable[..., Any], version: Callable[..., Any]) -> FastAPI:
+    """Return the application with these handlers of requests (see `make_endpoint`)."""
     handlers: Any = {StarletteError: _refused, RequestValidationError: _malformed, Exception: _failed}
     app = FastAPI(title=name, exception_handlers=handlers)
     app.add_middleware(_Guard, secret=secret, bodies=_InFlight(_MOST_BODIES, "bytes"))
-    service = _Service(policy, tokenizer, name, _InFlight(most_tokens, "tokens"))
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", service.models, methods=["GET"])
-    app.add_api_route("/version", service.version, methods=["GET"])
+    model = {"id": name, "object": "model", "owned_by": "deepspeed_compress"}
+    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", lambda: {"object": "list", "data": [model]}, methods=["GET"])
+    app.add_api_route("/version", version, methods=["GET"])
     return app
 
 
@@ -118,6 +124,11 @@ class _InFlight:
             yield
         finally:
             self._held -= amount
+
+
+def unknown_model(asked: object, name: str) -> JSONResponse:
+    """Return the refusal of a request for another model than `name`."""
+    return _error(404, f"/model: {show(asked)} does not exist (allowed: {show(name)})", code="model_not_found")
 
 
 class _Guard:
@@ -203,13 +214,9 @@ class _Service:
     async def version(self) -> dict[str, int]:
         return {"version": self._policy.version}
 
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "deepspeed_compress"}]}
-
     async def chat(self, request: ChatRequest, connection: Request) -> JSONResponse:
         if request.model not in (None, self._name):
-            known = f"/model: {show(request.model)} does not exist (allowed: {show(self._name)})"
-            return _error(404, known, code="model_not_found")
+            return unknown_model(request.model, self._name)
         prompt, sampling = await asyncio.to_thread(self._read, request)
         # Held until the client has the answer, which would fill the memory if clients did not read.
         tokens = request.n * (len(prompt) + sampling.max_tokens)

@@ -1,6 +1,5 @@
 """Export of published versions to the directories that SGLang's /pull_weights reads (see `hf_delta`)."""
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,8 @@ from deepspeed_compress.rollout.holder import make_module
 from deepspeed_compress.rollout.receiver import Receiver
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest
-from deepspeed_compress.safe_files import locked, sync_directory
+from deepspeed_compress.safe_files import completing, locked
 
-_UNFINISHED = "unfinished"
-"""Directory of a version that is being written."""
 _COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 """Endings of files of a checkpoint that an engine needs next to the weights."""
 
@@ -110,22 +107,17 @@ class CheckpointExporter:
 
     def _write(self, version: int) -> None:
         is_full, weights = self._receive(version)
-        place, scratch = version_directory(self._directory, version), self._directory / _UNFINISHED
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
         changed: Sequence[str] = ()
-        if is_full or version != self.version + 1:
-            self._keep(weights, weights)
-            files = {name: self._files.get(name, max(self._files.values())) for name in self._weights}
-            _copy_others(self._model, scratch)
-            write_full(scratch, self._weights, files, self._checksum)
-        else:
-            changed = write_delta(scratch, version, self._weights, weights, self._encoding, self._checksum)
-        sync_directory(scratch)
-        os.replace(scratch, place)
+        with completing(version_directory(self._directory, version)) as scratch:
+            if is_full or version != self.version + 1:
+                self._keep(weights, weights)
+                files = {name: self._files.get(name, max(self._files.values())) for name in self._weights}
+                _copy_others(self._model, scratch)
+                write_full(scratch, self._weights, files, self._checksum)
+            else:
+                changed = write_delta(scratch, version, self._weights, weights, self._encoding, self._checksum)
         # Until now, a version that cannot be written is tried again as a change of the one before.
         self._keep(weights, changed)
-        sync_directory(self._directory)
         self.version = version
 
     def _receive(self, version: int) -> tuple[bool, Mapping[str, Tensor]]:

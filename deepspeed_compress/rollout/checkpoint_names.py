@@ -61,8 +61,8 @@ def check_no_adapters(names: Iterable[str]) -> None:
     found = next((name for name in names if name.startswith("base_model.model.")), None)
     if found is not None:
         raise UnsupportedError(
-            f'"{found}" is a name of PEFT, which engines cannot load: adapters are published apart from the weights '
-            "that they change. Train all weights, or let a Receiver update the same PEFT model and generate with that"
+            f'"{found}" is a name of PEFT, which no engine has among its weights: write "adapters": "merged" to '
+            'publish merged weights, or "alone" for engines that load adapters (rollout.vllm_adapters)'
         )
 
 

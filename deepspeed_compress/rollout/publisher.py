@@ -1,6 +1,7 @@
 """Publication of a model's weights by the ranks that train it."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
+from deepspeed_compress.rollout.adapters import Adapter, AdapterConfig, AdapterForm, find_adapter
 from deepspeed_compress.rollout.chain import Chain, extend_chain, take_over
 from deepspeed_compress.rollout.parts import SliceDigest
 from deepspeed_compress.rollout.ranks import PublishingRanks, finished
@@ -71,8 +73,8 @@ class _Call:
 class Publisher:
     """Publisher of a model's weights. Every rank of the job has one, and calls its methods together with the others.
 
-    Each rank encodes and stores only its share of the model, slice by slice. It holds a copy of the share in host
-    memory, in the published type, and two copies if asynchronous. After a restart, the first call publishes a full
+    Each rank encodes and stores only its share of the model, and holds a copy of the share in host memory, in the
+    published type, and two copies if asynchronous or merging adapters. After a restart, the first call publishes a full
     copy, unless the newest version in the store has the same digest as the model.
 
     Args:
@@ -92,14 +94,19 @@ class Publisher:
         names: names of the model's submodules in the plain model that receivers hold, if they differ. A
             PipelineModule needs the names of its layers, such as {"1": "model.layers.0"}, unless the section's
             `parallelism` has made it.
+        adapters: what is published of a model with a LoRA adapter of PEFT: the adapter "alone", which engines load next
+            to their own base, or the weights with the adapter "merged" into them. None publishes all parameters under
+            the names of PEFT, for a receiver with the same PEFT model.
 
     Raises:
-        ConfigError: `dtype` or `bits` is not known, or a number is below 1.
-        UnsupportedError: ranks hold parts of the model in a way that is not known, or a parameter has no known name in
-            the plain model.
+        ConfigError: `dtype`, `bits` or `adapters` is not known, a number is below 1, or both `names` and `adapters` are
+            given.
+        UnsupportedError: ranks hold parts of the model in a way that is not known, a parameter has no known name in the
+            plain model, or the adapter cannot be published in this form.
 
     Attributes:
         calls: number of calls of `publish` so far.
+        adapters: see the argument.
 
     Examples:
         >>> publisher = Publisher(engine, DirectoryStore("/shared/policy"))
@@ -120,9 +127,11 @@ class Publisher:
         bits: Literal[4, 8] | None = None,
         listener: Callable[[Published], None] = lambda published: None,
         names: Mapping[str, str] = MappingProxyType({}),
+        adapters: AdapterForm | None = None,
     ) -> None:
         _check_options(dtype, every, full_every, keep_full, bits)
-        self._store, self._dtype, self._names = store, dtype, names
+        _check_adapters(adapters, names)
+        self._store, self._dtype, self._names, self.adapters = store, dtype, names, adapters
         self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
         self._ranks, self._listener = PublishingRanks(), listener
         self._module, self._holders = self._find_holders(model)
@@ -138,13 +147,15 @@ class Publisher:
         self._held: list[Slice] = []
         self._snapshot: list[Tensor] = []
         """Buffers for the weights of this step, which a thread publishes while training changes them."""
+        self._config: AdapterConfig | None = None
+        """Settings of the adapter, if it is published alone."""
 
     def _find_holders(self, model: nn.Module) -> tuple[nn.Module, Mapping[Region, tuple[int, ...]]]:
         """Return the user's module, and the ranks that hold each region of it. Collective."""
         module, held, problem = model, [], None
         try:
             module = unwrap(model)
-            held = [one.region for one in find_held(module, self._names)]
+            held = [one.region for one in self._find_held(module)[0]]
         except UnsupportedError as error:
             problem = str(error)
         everyone = self._ranks.gather(lambda: (held, problem))
@@ -152,6 +163,13 @@ class Publisher:
         if problems:
             raise UnsupportedError(problems[0])
         return module, find_holders([regions for regions, _ in everyone])
+
+    def _find_held(self, module: nn.Module) -> tuple[list[Slice], Adapter | None]:
+        """Return the slices that this rank holds of what is published, and the adapter that is."""
+        if self.adapters is None:
+            return find_held(module, self._names), None
+        adapter = find_adapter(module, self.adapters)
+        return find_held(module, adapter.names, adapter.names), adapter
 
     @property
     def version(self) -> int | None:
@@ -209,7 +227,7 @@ class Publisher:
             UnsupportedError: the model has other parameters than it had in the constructor.
             RolloutError: a finite value is too large for fp16. This is raised when the copy is taken.
         """
-        held = find_held(self._module, self._names)
+        held, adapter = self._find_held(self._module)
         changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
         if changed:
             raise UnsupportedError(
@@ -217,11 +235,16 @@ class Publisher:
                 "make a new Publisher, and receivers with the new model"
             )
         slices, dtype = find_shares(held, self._holders, self._ranks.rank), DTYPES[self._dtype]
-        if self._thread is None:
+        self._config = None if adapter is None else adapter.config
+        if self._thread is None and self.adapters != "merged":
             largest = max(slices, key=lambda one: one.values.numel(), default=None)
-            return _copied(slices, repeat(_host_buffer(largest.values, dtype)) if largest else ())
+            return _checked(slices, _copied(slices, repeat(_host_buffer(largest.values, dtype)) if largest else ()))
         self._snapshot = self._snapshot or [_host_buffer(one.values, dtype) for one in slices]
-        return list(_copied(slices, self._snapshot))
+        copies = list(_copied(slices, self._snapshot))
+        if adapter is not None:
+            _merge(adapter, slices, copies)
+        # Not before, because all ranks take part in merging.
+        return list(_checked(slices, copies))
 
     def _publish(self, copied: Future[Iterable[Slice]], full: bool, call: _Call) -> Published:
         """Publish the copied weights and hold them. All collective calls are made here, in this order.
@@ -263,7 +286,7 @@ class Publisher:
         Raises:
             RolloutError: another publisher has taken over the store.
         """
-        manifest = make_manifest(chain, self._dtype, shares)
+        manifest = make_manifest(chain, self._dtype, shares, self._config)
         size = extend_chain(self._store, chain, manifest, self._keep_full)
         changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
         changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
@@ -298,17 +321,46 @@ def _check_options(dtype: Dtype, every: int, full_every: int, keep_full: int, bi
 
 
 def _copied(slices: Iterable[Slice], buffers: Iterable[Tensor]) -> Iterator[Slice]:
-    """Copy each slice to the beginning of a buffer, and yield the flat copy.
+    """Copy each slice to the beginning of a buffer, and yield the flat copy."""
+    for one, buffer in zip(slices, buffers, strict=False):
+        values = buffer[: one.values.numel()]
+        values.view(one.values.shape).copy_(one.values)
+        yield replace(one, values=values)
+
+
+def _checked(slices: Iterable[Slice], copies: Iterable[Slice]) -> Iterator[Slice]:
+    """Yield the copies.
 
     Raises:
         RolloutError: a finite value is too large for fp16.
     """
-    for one, buffer in zip(slices, buffers, strict=False):
-        values = buffer[: one.values.numel()]
-        copy = values.view(one.values.shape).copy_(one.values)
-        if values.dtype is torch.float16:
-            _check_range(one, copy)
-        yield replace(one, values=values)
+    for one, copy in zip(slices, copies, strict=True):
+        if copy.values.dtype is torch.float16:
+            _check_range(one, copy.values.view(one.values.shape))
+        yield copy
+
+
+def _check_adapters(adapters: AdapterForm | None, names: Mapping[str, str]) -> None:
+    """Check the arguments of a publisher that concern adapters.
+
+    Raises:
+        ConfigError: one is not possible.
+    """
+    if adapters not in (None, *get_args(AdapterForm)):
+        raise ConfigError(f"adapters {adapters!r} is not known (allowed: {', '.join(get_args(AdapterForm))}, or None)")
+    if adapters is not None and names:
+        raise ConfigError("names has no effect with adapters, which have names of their own: leave one of them out")
+
+
+def _merge(adapter: Adapter, slices: Sequence[Slice], copies: Sequence[Slice]) -> None:
+    """Add the changes of an adapter to copies of the slices that it changes. Collective under ZeRO 3."""
+    pairs = defaultdict[str, list[tuple[Slice, Tensor]]](list)
+    for one, copy in zip(slices, copies, strict=True):
+        pairs[one.name].append((one, copy.values))
+    for name, change in adapter.changes():
+        for one, values in pairs[name]:
+            merged = (one.values + one.select(change)).to(one.values.dtype)
+            values.view(one.values.shape).copy_(merged)
 
 
 def _check_range(one: Slice, copy: Tensor) -> None:

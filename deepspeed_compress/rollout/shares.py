@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.rollout.adapters import AdapterConfig
 from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.changes import encode, encode_lossy
 from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, PartWriter, SliceDigest, values_digest
@@ -107,7 +108,9 @@ def _encode_change(old: Tensor, new: Tensor, bits: int | None) -> bytes:
     return encode(old, new) if bits is None else encode_lossy(old, new, bits)
 
 
-def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manifest:
+def make_manifest(
+    chain: Chain, dtype: Dtype, shares: Sequence[Share], adapter: AdapterConfig | None = None
+) -> Manifest:
     """Return the manifest of the version after `chain`, of which all ranks have written `shares`.
 
     Raises:
@@ -126,6 +129,7 @@ def make_manifest(chain: Chain, dtype: Dtype, shares: Sequence[Share]) -> Manife
         digest=model_digest(slices),
         changes=Changes(base=chain.version, base_digest=chain.digest, parts=tuple(changes)) if has_changes else None,
         full=tuple(full) if all(share.full is not None for share in shares) else None,
+        adapter=adapter,
     )
 
 

@@ -41,6 +41,11 @@ class Slice:
     def region(self) -> Region:
         return (self.name, self.start, self.rows, self.values.numel() // self.rows, self.stride)
 
+    def select(self, whole: Tensor) -> Tensor:
+        """Return the elements of this slice in another tensor of the whole parameter's shape, in that of `values`."""
+        width = self.values.shape[1]
+        return whole.reshape(-1).as_strided((self.rows, width), (self.stride or width, 1), self.start)
+
     def cut(self, begin: int, numel: int) -> Iterator["Slice"]:
         """Yield slices with the `numel` elements from `begin` on, row after row. The values must not be flat."""
         width = self.values.shape[1]

@@ -6,7 +6,7 @@ each (see `slices.find_shares`).
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ def _check_engine(engine: Any) -> None:
         )
 
 
-def find_held(module: nn.Module, names: Mapping[str, str]) -> list[Slice]:
+def find_held(module: nn.Module, names: Mapping[str, str], published: Container[str] | None = None) -> list[Slice]:
     """Return the slices of the model that this rank holds; other ranks may hold the same ones.
 
     They share memory with the model, so they have the values of the last optimizer step.
@@ -59,6 +59,7 @@ def find_held(module: nn.Module, names: Mapping[str, str]) -> list[Slice]:
     Args:
         module: the user's module (see `unwrap`).
         names: names of its submodules in the plain model, if they differ (see `plain_name`).
+        published: names of the parameters to publish; None for all.
 
     Raises:
         UnsupportedError: a parameter is shared among ranks in an unknown way, has no name in the plain model, or is not
@@ -71,7 +72,8 @@ def find_held(module: nn.Module, names: Mapping[str, str]) -> list[Slice]:
     owners = {id(one): owner for owner in module.modules() for one in owner.parameters(recurse=False)}
     slices: list[Slice] = []
     for name, parameter in module.named_parameters():
-        slices += _held(plain_name(module, parameter, name, names), parameter, owners[id(parameter)])
+        if published is None or name in published:
+            slices += _held(plain_name(module, parameter, name, names), parameter, owners[id(parameter)])
     return [one for one in slices if one.values.numel()]
 
 

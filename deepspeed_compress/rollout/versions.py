@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout.adapters import AdapterConfig
 from deepspeed_compress.rollout.parts import Digest, PartEntry, Record, Size, SliceDigest
 from deepspeed_compress.rollout.store import Store
 
@@ -51,6 +52,7 @@ class Manifest(Record):
         digest: digest of the whole model (see `model_digest`).
         changes: the changes since the version before; None if that one is not known to the publisher.
         full: parts with all values; None in most versions.
+        adapter: settings of the adapter that the tensors are; None if they are weights.
     """
 
     version: Size
@@ -59,6 +61,7 @@ class Manifest(Record):
     digest: Digest
     changes: Changes | None
     full: tuple[PartEntry, ...] | None
+    adapter: AdapterConfig | None = None
 
     @property
     def full_size(self) -> int:

@@ -128,18 +128,28 @@ class ServedEngine:
         self._post("resume")
 
     def _post(self, route: str, body: dict[str, Any] | None = None) -> None:
-        """Send a request to one of the server's routes.
+        post(f"{self._url}/{route}", body or {}, self._timeout, "start it with VLLM_SERVER_DEV_MODE=1")
 
-        Raises:
-            RolloutError: it answers with an error.
-            OSError: it does not answer.
-        """
-        data, headers = json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/{route}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                answer.read()
-        except urllib.error.HTTPError as error:
-            why = error.read(2000).decode(errors="replace")
-            hint = "; start it with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else ""
-            raise RolloutError(f"{self._url}/{route} has failed with status {error.code}{hint}: {why}") from error
+
+def post(url: str, body: dict[str, Any], timeout: float, hint: str) -> None:
+    """Send a request to one of a server's routes.
+
+    Args:
+        url: address of the route.
+        body: body of the request.
+        timeout: seconds to wait for an answer.
+        hint: what to do if the server has no such route.
+
+    Raises:
+        RolloutError: it answers with an error.
+        OSError: it does not answer.
+    """
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        why = error.read(2000).decode(errors="replace")
+        advice = f"; {hint}" if error.code == 404 else ""
+        raise RolloutError(f"{url} has failed with status {error.code}{advice}: {why}") from error

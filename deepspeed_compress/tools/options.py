@@ -216,13 +216,16 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     what = "file with the secret of server and clients (default: as for all services, see docs/security.md)"
     serve.add_argument("--secret-file", type=Path, metavar="FILE", help=what)
     _add_tls_arguments(serve)
-    examples = ["rollout export --store weights --directory versions --model base"]
-    what = "write each version as SGLang's /pull_weights reads it, until it is interrupted"
+    examples = [
+        "rollout export --store weights --directory versions --model base",
+        "rollout export --store weights --directory adapters",
+    ]
+    what = "write versions as SGLang's /pull_weights reads them, or as adapters of PEFT, until it is interrupted"
     export = add_subcommand(subjects, "export", "tools.services:export_rollout", what, examples)
     export.add_argument("--store", required=True, help="directory of the weights, or the address of their server")
     export.add_argument("--directory", type=Path, required=True, metavar="DIR", help="directory for the versions")
-    what = "directory of the checkpoint that the engines were started with"
-    export.add_argument("--model", type=Path, required=True, metavar="DIR", help=what)
+    what = "directory of the checkpoint that the engines were started with; leave it out for adapters"
+    export.add_argument("--model", type=Path, metavar="DIR", help=what)
     what = "kind of changes: overwrite is larger, but applying it twice does no harm (default: xor)"
     export.add_argument("--encoding", choices=("xor", "overwrite"), default="xor", help=what)
     what = "kind of checksums (default: xxh3-128)"

@@ -175,16 +175,23 @@ def export_rollout(options: argparse.Namespace) -> int:
     Raises:
         RolloutError: the store or the directory is damaged.
     """
-    from deepspeed_compress.rollout import open_store
-    from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
-
-    stopped, store = _stopped_by_signals(), open_store(options.store)
-    exporter = CheckpointExporter(store, options.directory, options.model, options.encoding, options.checksum)
+    stopped, exporter = _stopped_by_signals(), _exporter(options)
     while not stopped.is_set():
         for version in exporter.update():
             _tell(f"version {version} is in {options.directory}")
         stopped.wait(_EXPORT_INTERVAL)
     return 0
+
+
+def _exporter(options: argparse.Namespace) -> Any:
+    from deepspeed_compress.rollout import open_store
+    from deepspeed_compress.rollout.adapter_export import AdapterExporter
+    from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
+
+    store = open_store(options.store)
+    if options.model is None:
+        return AdapterExporter(store, options.directory)
+    return CheckpointExporter(store, options.directory, options.model, options.encoding, options.checksum)
 
 
 def _stopped_by_signals() -> threading.Event:

@@ -16,7 +16,8 @@ import torch
 import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.rollout import Receiver, open_store
+from deepspeed_compress.rollout import DirectoryStore, Receiver, open_store
+from deepspeed_compress.rollout.holder import make_holder
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
 from tests.support.forks import run_forks
 from tests.support.jobs import weights
@@ -69,13 +70,14 @@ def small_numbers(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word) < WORDS // 2 for word in text.split() if word.isdigit()) / 8 for text in completions]
 
 
-def grpo(directory: str, section: dict[str, Any] | None, **options: Any) -> Any:
+def grpo(directory: str, section: dict[str, Any] | None, adapter: Any = None, **options: Any) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     rows = Dataset.from_dict({"prompt": [f"{number} {number + 1}" for number in range(16)]})
     args = GRPOConfig(**settings(directory, section), **options, num_generations=4, max_completion_length=8)
-    return GRPOTrainer(network("llama"), small_numbers, args, train_dataset=rows, processing_class=tokenizer())
+    others = {"processing_class": tokenizer(), "peft_config": adapter}
+    return GRPOTrainer(network("llama"), small_numbers, args, train_dataset=rows, **others)
 
 
 def dpo(directory: str, section: dict[str, Any] | None) -> Any:
@@ -151,13 +153,15 @@ class Server(ThreadingHTTPServer):
     """The endpoints of a vLLM server that TRL and the package use. It holds the versions in a module.
 
     Attributes:
+        adapters: models with the loaded adapters, by their names.
         calls: calls of endpoints that concern weights, and of completions, in order.
-        labels: versions that the engine was told to be served.
+        labels: versions that the engine was told to be served, or names of adapters.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.model = network("llama").to(torch.bfloat16)
+        self.adapters: dict[str, Any] = {}
         self.calls: list[str] = []
         self.labels: list[str] = []
 
@@ -169,13 +173,18 @@ class Server(ThreadingHTTPServer):
             self.receiver.update(body["update_info"]["version"])
         elif route == "/finish_weight_update":
             self.labels.append(body["weight_version"])
+        elif route == "/v1/load_lora_adapter":
+            from peft import PeftModel
+
+            self.labels.append(body["lora_name"])
+            self.adapters[body["lora_name"]] = PeftModel.from_pretrained(network("llama"), body["lora_path"])
+        elif route == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
 
     def choices(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         self.calls.append("completions")
-        model, prompts = (
-            self.model,
-            [one for one in request["prompt"] for _ in range(request["n"])],
-        )
+        model = self.adapters.get(request["model"], self.model)
+        prompts = [one for one in request["prompt"] for _ in range(request["n"])]
         found = complete(model, prompts, Sampling(request["max_tokens"], request["temperature"]), WORDS - 2, WORDS - 1)
         return [
             {
@@ -236,42 +245,81 @@ def pretend_vllm() -> None:
     vllm_client.is_vllm_available = vllm_generation.is_vllm_available = lambda: True
 
 
-def train_with_server(rank: int, directory: str, url: str) -> Any:
+def train_with_server(rank: int, directory: str, url: str, adapters: str | None = None) -> Any:
+    """Return the published weights, gathered: of the model, of its adapter, or merged."""
+    from peft import LoraConfig
+
     from deepspeed_compress.integrations.trl import published_weights
 
     pretend_vllm()
     deepspeed_compress.install()
     versions = f"{directory}/versions"
-    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
-    with published_weights(versions):
-        trainer = grpo(directory, {**INT4, "rollout": {"directory": versions}}, **options)
+    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+    if adapters is not None:
+        options["adapter"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    section = {**INT4, "rollout": {"directory": versions, "adapters": adapters}}
+    with published_weights(versions, f"{directory}/adapters"):
+        trainer = grpo(directory, section, **options)
     trainer.train()
-    trainer.model_wrapped.rollout.wait()
-    return weights(trainer.model_wrapped)
+    engine = trainer.model_wrapped
+    engine.rollout.wait()
+    if adapters == "merged":
+        return {name: one.tolist() for name, one in engine.module.merge_and_unload().named_parameters()}
+    return weights(engine)
 
 
-def test_a_server_generates_with_the_published_weights_of_each_step(tmp_path: Path) -> None:
+UPDATE = [
+    "/pause",
+    *("/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"),
+    *("/resume", "completions"),
+]
+
+
+@pytest.mark.parametrize("adapters", [None, "merged"])
+def test_a_server_generates_with_the_published_weights_of_each_step(adapters: str | None, tmp_path: Path) -> None:
     with served() as server:
-        trained = run_forks(2, train_with_server, str(tmp_path), f"http://127.0.0.1:{server.server_port}")[0]
-    load = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
-    update = ["/pause", *(f"/{route}" for route in load), "/resume", "completions"]
-    assert server.calls == ["/init_weight_transfer_engine", *update * 3]
+        url = f"http://127.0.0.1:{server.server_port}"
+        trained = run_forks(2, train_with_server, str(tmp_path), url, adapters)[0]
+    assert server.calls == ["/init_weight_transfer_engine", *UPDATE * 3]
     assert server.labels == ["1", "2", "3"]
     assert server.receiver.update()
     assert server.receiver.version == 4
     for name, parameter in server.model.named_parameters():
-        assert torch.equal(parameter.flatten(), torch.tensor(trained[name]).to(torch.bfloat16)), name
+        assert torch.equal(parameter.flatten(), torch.tensor(trained[name]).flatten().to(torch.bfloat16)), name
+
+
+def test_a_server_generates_with_the_published_adapter_of_each_step(tmp_path: Path) -> None:
+    with served() as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        trained = run_forks(2, train_with_server, str(tmp_path), url, "alone")[0]
+    load = ["/v1/load_lora_adapter", "completions"]
+    assert server.calls == [*load, *load, load[0], "/v1/unload_lora_adapter", load[1]]
+    assert server.labels == ["policy@1", "policy@2", "policy@3"]
+    store = DirectoryStore(tmp_path / "versions")
+    holder = make_holder(store)
+    assert Receiver(holder, store).update(4)
+    for name, parameter in holder.named_parameters():
+        known = trained[name.replace(".weight", ".default.weight")]
+        assert torch.equal(parameter.flatten(), torch.tensor(known).flatten().to(torch.bfloat16)), name
 
 
 def refused(rank: int, directory: str, url: str) -> list[str]:
+    from peft import LoraConfig
+
     from deepspeed_compress.integrations.trl import published_weights
 
     pretend_vllm()
     deepspeed_compress.install()
     found = []
-    for mode, section in (("colocate", INT4), ("server", INT4)):
-        with pytest.raises(ConfigError) as raised, published_weights(directory):
-            grpo(directory, section, use_vllm=True, vllm_mode=mode, vllm_server_base_url=url).train()
+    adapter, alone = LoraConfig(r=4, target_modules=["q_proj"]), {"directory": directory, "adapters": "alone"}
+    for mode, section, chosen in (
+        ("colocate", INT4, None),
+        ("server", INT4, None),
+        ("server", {**INT4, "rollout": {"directory": directory}}, adapter),
+        ("server", {**INT4, "rollout": alone}, adapter),
+    ):
+        with pytest.raises((ConfigError, UnsupportedError)) as raised, published_weights(directory):
+            grpo(directory, section, chosen, use_vllm=True, vllm_mode=mode, vllm_server_base_url=url).train()
         found.append(str(raised.value))
         forget_accelerate()
     return found
@@ -279,18 +327,12 @@ def refused(rank: int, directory: str, url: str) -> list[str]:
 
 def test_what_no_server_can_follow_is_refused(tmp_path: Path) -> None:
     with served() as server:
-        (colocated, unpublished), *_ = run_forks(2, refused, str(tmp_path), f"http://127.0.0.1:{server.server_port}")
+        found, *_ = run_forks(2, refused, str(tmp_path), f"http://127.0.0.1:{server.server_port}")
+    colocated, unpublished, unclear, nowhere = found
     assert "vllm_mode is 'colocate', but only a server loads published weights" in colocated
     assert 'no weights are published; write "rollout"' in unpublished
-
-
-def test_adapters_of_peft_are_refused_when_the_trainer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed_compress.integrations import trl
-
-    monkeypatch.setattr(trl.VLLMGeneration, "__init__", lambda self, model, mode: setattr(self, "model", model))
-    model = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})})
-    with pytest.raises(UnsupportedError, match="is a name of PEFT, which engines cannot load"):
-        trl._Generation("/shared/policy", model, mode="server")
+    assert "is a name of PEFT, which no engine has" in unclear
+    assert "adapters are published alone; write published_weights" in nowhere
 
 
 def test_a_trainer_without_deepspeed_is_refused() -> None:

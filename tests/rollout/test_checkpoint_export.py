@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deepspeed_compress import safe_files
 from deepspeed_compress.errors import RolloutError, UnsupportedError
-from deepspeed_compress.rollout import DirectoryStore, Publisher, checkpoint_export
+from deepspeed_compress.rollout import DirectoryStore, Publisher
 from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
 from deepspeed_compress.rollout.hf_delta import Encoding, find_directories, read_version
 
@@ -177,7 +178,7 @@ def test_a_version_that_could_not_be_written_is_written_later(tmp_path: Path, mo
     stream = Stream(tmp_path, versions=2)
     stream.publisher.publish()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_export, "sync_directory", Mock(side_effect=OSError("the disk is full")))
+        patch.setattr(safe_files, "sync_directory", Mock(side_effect=OSError("the disk is full")))
         with pytest.raises(OSError, match="the disk is full"):
             stream.exporter.update()
     assert stream.exporter.update() == [3]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.rollout import DirectoryStore, Publisher
@@ -94,22 +94,41 @@ def test_the_command_needs_a_secret(
     assert capsys.readouterr().err.startswith(f"ds-compress: error: {file}: {problem}")
 
 
-@pytest.mark.usefixtures("_handlers")
-def test_the_command_exports_until_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, versions = torch.nn.Linear(2, 2, dtype=torch.bfloat16), tmp_path / "versions"
-    Publisher(model, DirectoryStore(tmp_path)).publish()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
+def export_until(file: Path, *options: str) -> int:
+    """Run the command until a file is there, and return its exit code."""
 
     def stop() -> None:
         until = time.monotonic() + 100
-        while not (versions / "weight_v000001").exists() and time.monotonic() < until:
+        while not file.exists() and time.monotonic() < until:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=stop)
     thread.start()
-    options = ["--store", str(tmp_path), "--directory", str(versions), "--model", str(tmp_path)]
-    assert main(["rollout", "export", *options]) == 0
+    code = main(["rollout", "export", *options])
     thread.join()
+    return code
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_the_command_exports_until_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, versions = torch.nn.Linear(2, 2, dtype=torch.bfloat16), tmp_path / "versions"
+    Publisher(model, DirectoryStore(tmp_path)).publish()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    options = ["--store", str(tmp_path), "--directory", str(versions), "--model", str(tmp_path)]
+    assert export_until(versions / "weight_v000001", *options) == 0
     assert capsys.readouterr().out == f"version 1 is in {versions}\n"
     assert read_version(versions, 1)["weight"].equal(model.weight)
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_the_command_exports_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model, store, versions = torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "store", tmp_path / "versions"
+    model = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules=["0"]))
+    Publisher(model, DirectoryStore(store), dtype="fp32", adapters="alone").publish()
+    place = versions / "adapter_v000001"
+    assert export_until(place, "--store", str(store), "--directory", str(versions)) == 0
+    assert capsys.readouterr().out == f"version 1 is in {versions}\n"
+    found = load_file(place / "adapter_model.safetensors")
+    assert found["base_model.model.0.lora_A.weight"].equal(model.base_model.model[0].lora_A["default"].weight)

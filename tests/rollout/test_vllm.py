@@ -2,6 +2,8 @@
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
 from deepspeed_compress.rollout.holder import make_holder
 from deepspeed_compress.rollout.vllm import LocalEngine, ServedEngine, follow_weights, load_version
+from deepspeed_compress.rollout.vllm_adapters import ServedAdapters
 
 
 def trained() -> nn.Module:
@@ -47,7 +50,7 @@ def test_names_of_a_model_that_transformers_does_not_have_stay_as_they_are() -> 
 
 def test_adapters_of_peft_are_refused() -> None:
     model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": trained()})})
-    with pytest.raises(UnsupportedError, match="is a name of PEFT, which engines cannot load: adapters are published"):
+    with pytest.raises(UnsupportedError, match=r'is a name of PEFT, which no engine has .*"adapters": "merged"'):
         CheckpointNames(None).convert(dict(model.named_parameters()))
 
 
@@ -101,21 +104,28 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
 
-def test_a_server_is_paused_during_an_update_and_stays_so_if_it_fails() -> None:
+@contextmanager
+def served() -> Iterator[str]:
+    """Serve in a thread, and yield the address."""
     Handler.calls = []
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            engine = ServedEngine(f"http://127.0.0.1:{server.server_port}/", "keep")
-            load_version(engine, 12)
-            with pytest.raises(RolloutError, match="update_weights has failed with status 500: the reason"):
-                load_version(engine, 13)
-            with pytest.raises(RolloutError, match="404; start it with VLLM_SERVER_DEV_MODE=1"):
-                follow_weights(engine, "")
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_server_is_paused_during_an_update_and_stays_so_if_it_fails() -> None:
+    with served() as url:
+        engine = ServedEngine(f"{url}/", "keep")
+        load_version(engine, 12)
+        with pytest.raises(RolloutError, match="update_weights has failed with status 500: the reason"):
+            load_version(engine, 13)
+        with pytest.raises(RolloutError, match="404; start it with VLLM_SERVER_DEV_MODE=1"):
+            follow_weights(engine, "")
     begin = [("/pause?mode=keep", {}), ("/start_weight_update", {})]
     assert Handler.calls == [
         *begin,
@@ -127,6 +137,31 @@ def test_a_server_is_paused_during_an_update_and_stays_so_if_it_fails() -> None:
         ("/update_weights", {"update_info": {"version": 13}}),
         ("/init_weight_transfer_engine", {"init_info": {"place": ""}}),
     ]
+
+
+def publish_adapter(store: Path, versions: int) -> None:
+    """Publish versions of an adapter."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(trained(), peft.LoraConfig(r=1, target_modules=["q"]))
+    publisher = Publisher(model, DirectoryStore(store), adapters="alone")
+    for _ in range(versions):
+        with torch.no_grad():
+            model.base_model.model.layers[0]["q"].lora_B["default"].weight += 1
+        publisher.publish()
+
+
+def test_a_server_has_the_newest_adapters_under_a_name_for_each_version(tmp_path: Path) -> None:
+    publish_adapter(tmp_path / "store", 4)
+    with served() as url:
+        adapters = ServedAdapters(f"{url}/", str(tmp_path / "store"), str(tmp_path / "adapters"))
+        assert [adapters.load(version) for version in (1, 2, 2, 4)] == ["policy@1", "policy@2", "policy@2", "policy@4"]
+    places = {version: tmp_path / "adapters" / f"adapter_v00000{version}" for version in (1, 2, 4)}
+    loads = [
+        ("/v1/load_lora_adapter", {"lora_name": f"policy@{version}", "lora_path": str(place), "load_inplace": True})
+        for version, place in places.items()
+    ]
+    assert Handler.calls == [*loads, ("/v1/unload_lora_adapter", {"lora_name": "policy@1"})]
+    assert all((place / "adapter_config.json").exists() for place in places.values())
 
 
 def test_a_receiver_tells_what_has_changed_on_the_way_to_a_version(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ Answers = list[tuple[list[int], list[float]]]
 def make_model(family: str, directory: Path | None = None) -> Any:
     """Return a model of `family`, and save it with a tokenizer if `directory` is given."""
     import transformers
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS[family])
@@ -66,6 +68,7 @@ def make_model(family: str, directory: Path | None = None) -> Any:
     if directory is not None:
         words = {str(number): number for number in range(WORDS)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="256").save_pretrained(directory)
         model.to(torch.bfloat16).save_pretrained(directory)
     return model
@@ -166,7 +169,7 @@ def test_fifty_versions_of_two_ranks_give_the_answers_of_transformers(trained: t
     assert rearranged["patched"] == 0
     check(kept, answers[3], versions)
     assert kept["patched"] == VERSIONS - 1
-    for before, after in zip(answers[3], answers[3][1:], strict=False):
+    for before, after in pairwise(answers[3]):
         assert before[1] != pytest.approx(after[1], abs=1e-4)
 
 
@@ -193,14 +196,52 @@ def test_every_family_loads_more_than_one_version(tmp_path: Path) -> None:
         assert followed["answers"] == new["answers"], family
 
 
+def publish_adapter(family: str, directory: Path, versions: int) -> dict[str, Answers]:
+    """Publish versions of an adapter, alone and merged. Return what transformers generates with each."""
+    from peft import LoraConfig, get_peft_model
+
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, use_rslora=family == "Qwen3", target_modules=every, task_type="CAUSAL_LM")
+    base = make_model(family)
+    base.load_state_dict(make_model(family, directory / "model").state_dict())
+    model: Any = get_peft_model(base, config)
+    answers: dict[str, Answers] = {"alone": [], "merged": []}
+    stores = {form: DirectoryStore(directory / form) for form in answers}
+    publishers = [Publisher(model, store, adapters=form) for form, store in stores.items()]  # type: ignore[arg-type]
+    for _ in range(versions):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.05 * torch.randn_like(parameter)
+        for publisher in publishers:
+            publisher.publish()
+        answers["alone"].append(expected(deepcopy(model)))
+        answers["merged"].append(expected(deepcopy(model).merge_and_unload()))
+    return answers
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_adapters_give_the_answers_of_peft(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    answers = publish_adapter(family, tmp_path, 4)
+    model, versions = str(tmp_path / "model"), [1, 2, 3, 4]
+    alone = Job(model, [str(tmp_path / "alone")], 4, adapters=str(tmp_path / "adapters"))
+    merged = Job(model, [str(tmp_path / "merged")], 4)
+    found = dict(zip(answers, run_engines(tmp_path, alone, merged), strict=True))
+    check(found["merged"], answers["merged"], versions)
+    check({**found["alone"], "labels": list("1234")}, answers["alone"], versions)
+    for before, after in pairwise(answers["alone"]):
+        assert before[1] != pytest.approx(after[1], abs=1e-3)
+
+
 class Served:
-    """A vLLM server in processes of its own.
+    """A vLLM server in processes of its own, with the given options besides those that all have.
 
     Attributes:
         url: its address.
     """
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *more: str) -> None:
         with own_port() as port:
             self.url, self._log = f"http://127.0.0.1:{port}", log
         config = json.dumps({"backend": BACKEND})
@@ -213,8 +254,10 @@ class Served:
             "--weight-transfer-config",
             config,
             *options,
+            *more,
         ]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         with log.open("w") as stream:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=stream, stderr=stream, start_new_session=True
@@ -236,12 +279,14 @@ class Served:
     def generate(self, tokens: int = TOKENS) -> dict[str, Any]:
         """Return the choice of a greedy request. vLLM's route for token ids names the versions that sampled it."""
         sampling = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        body = json.dumps({"token_ids": PROMPT, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(
-            f"{self.url}/inference/v1/generate", body, {"Content-Type": "application/json"}
-        )
+        return self.ask("inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling})[0]
+
+    def ask(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices of a request."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/{route}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=600) as answer:
-            found: dict[str, Any] = json.load(answer)["choices"][0]
+            found: list[dict[str, Any]] = json.load(answer)["choices"]
         return found
 
 

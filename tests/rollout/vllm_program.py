@@ -28,6 +28,7 @@ class Job:
         dtype: type in which it computes.
         keeps_layout: True to let linear layers on CPU keep their weights as they are, as they do on GPUs.
         tensor: number of its workers.
+        adapters: directory for adapters, which the stores have alone; empty if they have weights.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Job:
     dtype: str = "float32"
     keeps_layout: bool = False
     tensor: int = 1
+    adapters: str = ""
 
 
 @dataclass
@@ -54,12 +56,12 @@ class Result:
     patched: int
 
 
-def answer(engine: Any) -> tuple[list[int], list[float], str]:
+def answer(engine: Any, adapter: Any = None) -> tuple[list[int], list[float], str]:
     """Return the greedy tokens, their log-probabilities, and the version that vLLM says they are from."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0)
-    [found] = engine.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+    [found] = engine.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False, lora_request=adapter)
     [output] = found.outputs
     tokens = list(output.token_ids)
     labels = ",".join(weight_version.version for weight_version in output.weight_versions)
@@ -70,17 +72,25 @@ def run(job: Job) -> Result:
     from vllm import LLM, _custom_ops
 
     from deepspeed_compress.rollout.vllm import BACKEND, LocalEngine, follow_weights, load_version
+    from deepspeed_compress.rollout.vllm_adapters import LocalAdapters
 
     _custom_ops._supports_onednn = not job.keeps_layout
     patched = count_patches()
     options: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}, "max_model_len": 256}
+    options["enable_lora"] = bool(job.adapters)
     if job.tensor == 1:
         options["distributed_executor_backend"] = "uni"
     llm = LLM(job.model, dtype=job.dtype, enforce_eager=True, tensor_parallel_size=job.tensor, **options)
     engine, answers = LocalEngine(llm), []
     if not job.stores:
         answers.append(answer(llm))
-    for store in job.stores:
+    for store in job.stores if job.adapters else ():
+        adapters = LocalAdapters(llm, store, job.adapters)
+        for version in range(1, job.versions + 1):
+            answers.append(answer(llm, adapters.load(version)))
+            # Each version has its own keys and values, also after others were loaded.
+            assert answer(llm, adapters.load(version)) == answers[-1]
+    for store in () if job.adapters else job.stores:
         follow_weights(engine, store)
         for version in range(1, job.versions + 1):
             load_version(engine, version)

@@ -86,6 +86,7 @@ def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Pa
         settings.asynchronous,
         settings.lossy_bits,
         _VersionLog(journal).add,
+        adapters=settings.adapters,
     )
     patches.replace(engine, "rollout", publisher)
     patches.on_undo(publisher.wait)

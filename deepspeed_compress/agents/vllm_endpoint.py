@@ -1,0 +1,126 @@
+"""Endpoint in front of a vLLM server, which follows published weights and answers agents.
+
+vLLM's answers name no version, and its weights may change between two tokens. The endpoint passes requests on, changes
+the weights only while none runs, and labels each answer with the version that has sampled it, as `endpoint` does.
+"""
+
+import threading
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, HTTPException
+from starlette.responses import JSONResponse
+
+from deepspeed_compress.agents.endpoint import make_app, unknown_model
+from deepspeed_compress.agents.policy import Updates
+from deepspeed_compress.errors import RolloutError
+from deepspeed_compress.rollout import open_store
+from deepspeed_compress.rollout.request_lock import Request as Held
+from deepspeed_compress.rollout.request_lock import RequestLock
+from deepspeed_compress.rollout.versions import find_versions
+from deepspeed_compress.rollout.vllm import WeightControl, follow_weights, load_version
+
+_IDLE_S = 0.05
+"""Seconds between two looks for a new version."""
+
+
+class ServerWeights:
+    """Weights of a vLLM server that follows a store.
+
+    Args:
+        engine: the server.
+        place: the published versions, as the hosts of the server see them.
+
+    Attributes:
+        version: the version that the server has; None before the first one, and after one that it could not load.
+    """
+
+    def __init__(self, engine: WeightControl, place: str) -> None:
+        self._engine, self._place, self._store = engine, place, open_store(place)
+        self._lock, self._follows = RequestLock(), False
+        self.version: int | None = None
+
+    def update(self) -> bool:
+        """Let the server load the newest version between requests. Return True if there was a newer one.
+
+        Raises:
+            RolloutError: the server cannot load it.
+            OSError: the store cannot be read, or the server does not answer.
+        """
+        newest = max(find_versions(self._store), default=None)
+        if newest is None or newest == self.version:
+            return False
+        if not self._follows:
+            follow_weights(self._engine, self._place)
+            self._follows = True
+        with self._lock.pause():
+            self.version = None
+            load_version(self._engine, newest)
+            self.version = newest
+        return True
+
+    def request(self) -> "Held[int]":
+        """Return a context that keeps updates out of its block. It yields the version.
+
+        Raises:
+            RolloutError: the server has no version.
+        """
+        return self._lock.request(self._held_version)
+
+    def _held_version(self) -> int:
+        if self.version is None:
+            raise RolloutError("the server has no published weights yet")
+        return self.version
+
+    def follow(self, stopped: threading.Event) -> None:
+        """Load new versions until `stopped` is set. While the store cannot be read, the server keeps its version.
+
+        Raises:
+            RolloutError: the server could not load a version, so its weights are not known.
+            OSError: the same.
+        """
+        updates = Updates(self)
+        while not stopped.wait(_IDLE_S):
+            updates()
+
+
+class _Service:
+    """Handlers of the endpoint."""
+
+    def __init__(self, url: str, weights: ServerWeights, name: str) -> None:
+        # Rollouts wait as long as they are told to, and all of them may wait together.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
+        self._weights, self._name = weights, name
+
+    async def version(self) -> dict[str, int]:
+        if self._weights.version is None:
+            raise HTTPException(503, "the server has no published weights yet")
+        return {"version": self._weights.version}
+
+    async def chat(self, request: dict[str, Any]) -> JSONResponse:
+        if request.get("model") not in (None, self._name):
+            return unknown_model(request["model"], self._name)
+        if request.get("stream"):
+            raise HTTPException(400, "/stream: true is not possible (allowed: false)")
+        body = request | {"model": self._name, "return_token_ids": True}
+        try:
+            async with self._weights.request() as version:
+                answer = await self._client.post("/v1/chat/completions", json=body)
+        except (RolloutError, httpx.HTTPError) as error:
+            raise HTTPException(503, f"{type(error).__name__}: {error}") from error
+        label = {"model": f"{self._name}@{version}"} if answer.is_success else {}
+        return JSONResponse(answer.json() | label, answer.status_code)
+
+
+def make_vllm_endpoint(url: str, weights: ServerWeights, name: str = "policy", secret: str | None = None) -> FastAPI:
+    """Return the application that serves a vLLM server's policy; run it with uvicorn.
+
+    Args:
+        url: address of the server, whose model is named `name`.
+        weights: its weights, which a thread lets `follow` the store.
+        name: name of the model.
+        secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
+    """
+    service = _Service(url, weights, name)
+    return make_app(name, secret, service.chat, service.version)
