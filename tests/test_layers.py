@@ -253,7 +253,7 @@ TABLE = {
     "tools.bench": allow(
         "__init__ compression.kernels config errors models monitor safe_files tools.tables training",
         "torch deepspeed rich",
-        lazily="transformers",
+        lazily="peft transformers",
     ),
     "tools.bench.rank": allow(
         "backends.activations.crossover collectives.exchange policy.measurement tools.bench", "deepspeed torch"

@@ -138,7 +138,10 @@ class _Guard:
         self._app, self._secret, self._bodies = app, secret, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._admits(Headers(scope=scope).get("authorization", "")):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if not self._admits(Headers(scope=scope).get("authorization", "")):
             # LiteLLM knows a wrong key by the first words only.
             message = "Incorrect API key provided: the bearer token is missing or wrong"
             refusal = _error(401, message, code="invalid_api_key")

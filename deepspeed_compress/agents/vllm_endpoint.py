@@ -114,7 +114,7 @@ class _Service:
 
 
 def make_vllm_endpoint(url: str, weights: ServerWeights, name: str = "policy", secret: str | None = None) -> FastAPI:
-    """Return the application that serves a vLLM server's policy; run it with uvicorn.
+    """Return the application that serves a vLLM server's policy; run it with `serving.make_server`.
 
     Args:
         url: address of the server, whose model is named `name`.

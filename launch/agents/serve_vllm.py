@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from deepspeed_compress.agents.serving import make_server
 from deepspeed_compress.agents.vllm_endpoint import ServerWeights, make_vllm_endpoint
 from deepspeed_compress.launcher.workers import die_with
 from deepspeed_compress.rollout.vllm import BACKEND, ServedEngine
@@ -89,7 +90,7 @@ def main() -> None:
         wait_for_server(server, url)
         weights = ServerWeights(ServedEngine(url), options.weights)
         app = make_vllm_endpoint(url, weights, NAME)
-        endpoint = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=options.port, log_level="warning"))
+        endpoint = make_server(app, "127.0.0.1", options.port)
         following = Following(weights, endpoint)
         following.start()
         endpoint.run()
