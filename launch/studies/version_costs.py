@@ -1,9 +1,10 @@
 """What a version costs the trainer that publishes it, and a receiver in a process of its own: time and memory.
 
 The trainer holds bf16 weights, fp32 master weights and AdamW's moments, as DeepSpeed does. Its batches are random
-tokens. Steps while the moments adapt to a new learning rate are not published.
+tokens. Steps while the moments adapt to a new learning rate are not reported.
 """
 
+import ctypes
 import gc
 import json
 import statistics
@@ -11,8 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,10 +26,10 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.hf_delta import write_delta
 from deepspeed_compress.rollout.holder import make_holder
 
-TOKENS = 64
+TOKENS = 256
 """Tokens of a step."""
 SETTLE = 3
-"""First steps at a learning rate, which are not published one by one."""
+"""First steps at a learning rate, which are published but not reported."""
 
 
 COLUMNS = (
@@ -76,8 +78,8 @@ def rows(config: Path, rates: Sequence[float], versions: int) -> Iterator[list[s
     """Yield the cells of each learning rate, and those of a publisher that is not asynchronous and of full copies."""
     trainer = Trainer(config)
     trainer.step(rates[0])
-    with TemporaryDirectory() as directory:
-        job = _Job(trainer, directory, asynchronous=True)
+    with TemporaryDirectory() as directory, closing(OtherReceiver(directory)) as receiver:
+        job = _Job(trainer, directory, receiver, asynchronous=True)
         full = job.publish(0.0)
         for rate in rates:
             for _ in range(SETTLE):
@@ -86,12 +88,10 @@ def rows(config: Path, rates: Sequence[float], versions: int) -> Iterator[list[s
             job.publish(0.0)
             yield cells(f"{rate:g}", "asynchronous", [job.step(rate) for _ in range(versions)], xored)
         yield cells("", "the first version, a full copy", [full])
-        job.close()
         del job
-        job = _Job(trainer, directory, asynchronous=False)
+        job = _Job(trainer, directory, receiver, asynchronous=False)
         job.publish(0.0)
         yield cells(f"{rates[-1]:g}", "not asynchronous", [job.step(rates[-1]) for _ in range(versions)])
-        job.close()
 
 
 def cells(rate: str, kind: str, costs: Sequence[Cost], other: tuple[float, float] | None = None) -> list[str]:
@@ -119,13 +119,11 @@ def xor(trainer: "Trainer", rate: float, directory: str) -> tuple[float, float]:
 class _Job:
     """A trainer with a publisher, and a receiver that takes each of its versions."""
 
-    def __init__(self, trainer: "Trainer", directory: str, asynchronous: bool) -> None:
-        self._trainer, self._before = trainer, resident()
+    def __init__(self, trainer: "Trainer", directory: str, receiver: "OtherReceiver", asynchronous: bool) -> None:
+        self._trainer, self._receiver, self._before = trainer, receiver, resident()
         self._publisher = Publisher(
             trainer.model, DirectoryStore(directory), full_every=10**6, asynchronous=asynchronous
         )
-        self._directory = directory
-        self._receiver: OtherReceiver | None = None
 
     def step(self, rate: float) -> Cost:
         """Take a step, and publish it."""
@@ -139,20 +137,10 @@ class _Job:
             pause = time.perf_counter() - begin
             published = self._publisher.wait() or found
         assert published is not None
-        received, memory = self._updated()
+        received, memory = self._receiver.update()
         size = (published.change_bytes if published.changed < 1 else published.full_bytes) / 1e6
         times = (step, pause, published.seconds, received)
         return Cost(*times, (most[0] - self._before) / 1e6, memory, published.changed, size)
-
-    def _updated(self) -> tuple[float, float]:
-        """Return the seconds and the memory of the receiver's update. It is started after the first version."""
-        self._receiver = self._receiver or OtherReceiver(self._directory)
-        return self._receiver.update()
-
-    def close(self) -> None:
-        """End the receiver."""
-        if self._receiver is not None:
-            self._receiver.close()
 
 
 class Trainer:
@@ -192,7 +180,8 @@ class OtherReceiver:
 
     def __init__(self, directory: str) -> None:
         command = [sys.executable, "-m", "launch.studies.version_costs", directory]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def update(self) -> tuple[float, float]:
         """Return the seconds of an update, and the most memory in addition to the weights, in MB."""
@@ -208,15 +197,19 @@ class OtherReceiver:
 
 def receive(directory: str) -> None:
     """Update a module for each line of the standard input, and print what each update has cost."""
+    orders = iter(sys.stdin)
+    # With the first one, there is a version.
+    first = next(orders)
     store = DirectoryStore(directory)
     module = make_holder(store)
     for parameter in module.parameters():
+        # Pages of zeros would become resident only now and then.
         parameter.data.fill_(1.0)
     receiver, before = Receiver(module, store), resident()
-    for _ in sys.stdin:
+    for _ in chain([first], orders):
         with peak() as most:
             begin = time.perf_counter()
-            assert receiver.update()
+            receiver.update()
             seconds = time.perf_counter() - begin
         print(json.dumps([seconds, (most[0] - before) / 1e6]), flush=True)
 
@@ -232,8 +225,9 @@ def peak() -> Iterator[list[int]]:
 
 
 def resident() -> int:
-    """Return the resident memory of this process in bytes."""
+    """Return the resident memory of this process in bytes, without what is free."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return _status("VmRSS")
 
 
