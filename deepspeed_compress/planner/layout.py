@@ -83,6 +83,11 @@ class Layout:
         """True if any message is compressed."""
         return bool(self.gradient_bits or self.weight_bits or self.islands > 1)
 
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """ZeRO stage, sharding within nodes, and compression: layouts that agree in these err alike."""
+        return self.zero, self.shard_within, self.compressed
+
     def __str__(self) -> str:
         parts = [f"zero{self.zero}", f"d{self.data}"]
         parts += [f"{letter}{size}" for letter, size in (("t", self.tensor), ("p", self.pipeline)) if size > 1]

@@ -240,6 +240,11 @@ class Measured:
         """Return the predicted seconds of a measured step."""
         return ObservedStep(self.job, step).predicted(self.constants)
 
+    @property
+    def corrections(self) -> Mapping[tuple[int, int, bool], float]:
+        """Measured seconds of steps, relative to the predicted ones, by the kind of their layouts."""
+        return {step.layout.kind: step.seconds / self.predicted(step) for step in self.steps}
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file."""
         steps = [

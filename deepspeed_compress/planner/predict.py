@@ -1,5 +1,6 @@
 """A prediction: the step, its interval, and the memory of one layout."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -259,18 +260,24 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """Predicts layouts of one model on one cluster. Work that layouts share is computed once."""
+    """Predicts layouts of one model on one cluster. Work that layouts share is computed once.
+
+    `corrections` are factors of the seconds of layouts, by their kind.
+    """
 
     cluster: Cluster
     model: Model
     software: Software
     seq: int
     constants: Constants = field(default_factory=Constants)
+    corrections: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
     _batches: dict[Layout, MicroBatch] = field(default_factory=dict)
 
     def predict(self, layout: Layout) -> Prediction:
         """Return the prediction of a layout."""
         terms = step_terms(self.links, self.device, self.model, self.seq, layout, self._batch(layout))
+        factor = self.corrections.get(layout.kind, 1.0)
+        terms = [replace(term, seconds=factor * term.seconds) for term in terms]
         return Prediction(layout, tuple(terms), self.memory(layout), layout.batch * self.seq, self._common)
 
     @property

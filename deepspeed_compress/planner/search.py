@@ -87,7 +87,8 @@ class Plan:
 class Job:
     """Job that is planned: a model, a cluster, a batch of sequences, and the tokens of the run.
 
-    `constants` are those of the prediction, fitted to published runs or to measurements on this cluster.
+    `constants` are those of the prediction, fitted to published runs or to measurements on this cluster, and
+    `corrections` the errors that are left for layouts of measured kinds.
     """
 
     cluster: Cluster
@@ -97,6 +98,7 @@ class Job:
     batch: int
     tokens: float
     constants: Constants = field(default_factory=Constants)
+    corrections: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -105,7 +107,7 @@ class Job:
 
     def predictor(self) -> Predictor:
         """Return the predictor of this job's layouts."""
-        return Predictor(self.cluster, self.model, self.software, self.seq, self.constants)
+        return Predictor(self.cluster, self.model, self.software, self.seq, self.constants, self.corrections)
 
     def candidate(self, prediction: Prediction) -> Candidate:
         """Return the days of a predicted layout."""

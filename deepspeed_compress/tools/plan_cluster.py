@@ -43,7 +43,9 @@ def run(options: argparse.Namespace) -> int:
             measured = _measure(ranks, plan, job, setup, options)
         if not ranks.is_first:
             return 0
-        job = replace(job, constants=measured.constants)
+        # With `--measure`, the table compares predictions with measured steps.
+        corrections = measured.corrections if options.measure is None else {}
+        job = replace(job, constants=measured.constants, corrections=corrections)
         plan = _search(job)
     found = choices(job, plan, setup)
     rows = _rows(found, plan, job, options.all)

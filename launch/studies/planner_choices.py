@@ -107,7 +107,7 @@ def compare(case: Case, model: Path) -> dict[str, Any]:
     options = argparse.Namespace(software="deepspeed", model=model)
     layouts = brief_layouts(choices(job, search(job), setup), job, options)
     brief = measure(layouts, job, ranks, model, BRIEF)
-    job = replace(job, constants=brief.constants)
+    job = replace(job, constants=brief.constants, corrections=brief.corrections)
     found = choices(job, search(job), setup)
     seconds = time.monotonic() - begin
     steps = measure_steps([one.candidate.layout for one in found], job, ranks, model, CAREFUL)

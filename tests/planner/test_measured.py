@@ -104,3 +104,14 @@ def test_constants_must_be_positive(measured: Measured, tmp_path: Path) -> None:
     file.write_text(json.dumps(found))
     with pytest.raises(ConfigError, match="positive number"):
         read_constants(file, "CPU")
+
+
+def test_what_the_fit_cannot_explain_is_corrected_for_layouts_of_the_same_kind() -> None:
+    measured = Measured(JOB, (), (replace(steps(JOB.constants)[0], seconds=1.0),), JOB.constants)
+    plain, corrected = JOB.predictor(), replace(JOB, corrections=measured.corrections).predictor()
+    assert corrected.predict(LAYOUTS[0]).seconds == pytest.approx(1.0)
+    fewer = replace(LAYOUTS[0], gradient_bits=3)
+    factor = 1.0 / plain.predict(LAYOUTS[0]).seconds
+    assert corrected.predict(fewer).seconds == pytest.approx(factor * plain.predict(fewer).seconds)
+    for other in (LAYOUTS[3], replace(LAYOUTS[0], gradient_bits=0)):
+        assert corrected.predict(other).seconds == plain.predict(other).seconds

@@ -1,8 +1,8 @@
 """The study of choices: what it measures, its files, and its figures."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
 class Found:
     constants: Constants
     steps: Sequence[Step] = ()
+    corrections: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
 
 
 def test_choices_are_measured_once_and_compared(
