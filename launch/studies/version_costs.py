@@ -28,7 +28,7 @@ from deepspeed_compress.rollout.holder import make_holder
 
 TOKENS = 256
 """Tokens of a step."""
-SETTLE = 3
+SETTLE = 2
 """First steps at a learning rate, which are published but not reported."""
 
 
@@ -131,6 +131,8 @@ class _Job:
 
     def publish(self, step: float) -> Cost:
         """Publish the weights after a step that has taken `step` seconds."""
+        # Memory that training has given back would count.
+        resident()
         with peak() as most:
             begin = time.perf_counter()
             found = self._publisher.publish()
