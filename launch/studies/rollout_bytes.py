@@ -8,7 +8,7 @@ applies each version, and its weights are compared bit by bit. With `--bits`, ch
 receiver's weights is reported as a share of the distance that the last step has moved them. Speeds are those of one
 thread, by processor time, for one version, next to a copy of the same weights.
 
-    python -m launch.studies.rollout_bytes --costs --model launch/studies/configs/qwen2_500m.json --lr 1e-6 1e-5
+    python -m launch.studies.rollout_bytes --costs --model launch/studies/configs/models/qwen2_500m.json --lr 1e-6 1e-5
 
 measures what a version of a larger model costs the trainer and a receiver: time and memory (see `version_costs`).
 """
