@@ -80,14 +80,17 @@ def abandon(port: int, count: int) -> None:
 
 @contextlib.contextmanager
 def attacked(port: int) -> Iterator[None]:
-    """Attack by idle, dripping, forging and replaying clients, by some that read nothing, and by some that give up."""
+    """Attack by idle, dripping, forging and replaying clients, by some that read nothing, and by some that give up.
+
+    Each of those that drip sends four bytes a second.
+    """
     unfinished = [drip(b"POST / HTTP/1.1\r\nX: " + b"x" * 5000)] * 128 + [[head_of(100_000), *drip(b"1" * 5000)]] * 128
     whole = [[sent] for sent in (*FORGED, HONEST) for _ in range(8)]
     with contextlib.ExitStack() as unread:
         for _ in range(64):
             unread.enter_context(open_unread(port, request(b"", path="/v1/models", method="GET") * 100))
         abandon(port, 20)
-        with besieged(port, [*[[]] * 256, *unfinished, *whole]):
+        with besieged(port, [*[[]] * 256, *unfinished, *whole], every=5):
             yield
 
 

@@ -16,9 +16,9 @@ from tests.support.processes import join_threads, start_threads
 __all__ = ["besieged", "drip", "medians", "open_unread", "serving_process"]
 
 PACE = 0.05
-"""Seconds between two pieces of what a connection sends."""
+"""Seconds of a round, in which connections send a piece."""
 OPENED = 25
-"""Largest number of connections that are opened between two pieces."""
+"""Largest number of connections that are opened in a round."""
 
 
 def drip(content: bytes) -> list[bytes]:
@@ -41,13 +41,18 @@ def serving_process(program: str, *arguments: object, log: IO[bytes], descriptor
 
 
 @contextlib.contextmanager
-def besieged(port: int, drips: Sequence[Sequence[bytes]]) -> Iterator[None]:
+def besieged(port: int, drips: Sequence[Sequence[bytes]], every: int = 1) -> Iterator[None]:
     """Keep a connection open for each of `drips`, which sends a piece of it now and then, and nothing after its end.
 
     Those that the server closes are opened again, 500 per second at most. The block begins when all have been opened.
+
+    Args:
+        port: port of the server.
+        drips: pieces that each connection sends.
+        every: number of rounds, of 0.05 s, in which a connection has one turn.
     """
     ready, over = threading.Event(), threading.Event()
-    threads = start_threads(lambda: _besiege([_Place(port, drip) for drip in drips], ready, over))
+    threads = start_threads(lambda: _besiege([_Place(port, drip) for drip in drips], every, ready, over))
     try:
         assert ready.wait(60)
         yield
@@ -56,10 +61,11 @@ def besieged(port: int, drips: Sequence[Sequence[bytes]]) -> Iterator[None]:
         join_threads(threads)
 
 
-def _besiege(places: Sequence["_Place"], ready: threading.Event, over: threading.Event) -> None:
-    opened = 0
+def _besiege(places: Sequence["_Place"], every: int, ready: threading.Event, over: threading.Event) -> None:
+    opened = number = 0
     while not over.wait(PACE):
-        lost = [place for place in places if not place.turn()][:OPENED]
+        number += 1
+        lost = [place for place in places[number % every :: every] if not place.turn()][:OPENED]
         for place in lost:
             place.open()
         opened += len(lost)
