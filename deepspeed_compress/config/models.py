@@ -140,7 +140,7 @@ class Rollout(Model):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Data type of the published weights, to which those of training are cast."""
     adapters: Literal["alone", "merged"] | None = None
-    """What is published of a model with a LoRA adapter of PEFT. `alone`: the adapter, which engines load next to their
+    """Published part of a model with a LoRA adapter of PEFT. `alone`: the adapter, which engines load next to their
     own base. `merged`: the weights with the adapter in them. null: all parameters, for receivers with the same PEFT
     model."""
     full_every: int = Field(default=100, ge=1)

@@ -13,7 +13,7 @@ Recompute = Literal["none", "full", "selective"]
 Engine = Literal["deepspeed", "megatron"]
 Optimizer = Literal["AdamW", "Muon"]
 Offload = Literal["none", "optimizer", "all"]
-"""What is in the memory of the host: nothing, optimizer states, or optimizer states and weights (ZeRO 3)."""
+"""Content of the host's memory: nothing, optimizer states, or optimizer states and weights (ZeRO 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Layout:
         weight_bits: Bits of gathered weights, or 0 for uncompressed ones.
         islands: Groups of replicas that train independently between exchanges.
         sync_every: Steps between exchanges of islands.
-        offload: What is in the memory of the host.
+        offload: Content of the host's memory.
         engine: Program that can start it.
         optimizer: Optimizer of the matrices in layers.
     """

@@ -39,7 +39,7 @@ class Memory:
         activations: Activations that wait for backward.
         logits: Logits, and what the loss keeps.
         buffers: Buckets, residuals, and anchors.
-        host: What is in the memory of the host: states, and perhaps weights.
+        host: States, and perhaps weights, in the memory of the host.
     """
 
     states: float

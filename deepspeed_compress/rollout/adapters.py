@@ -21,7 +21,7 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout.parts import Record
 
 AdapterForm = Literal["alone", "merged"]
-"""What of an adapted model is published: the adapter, or the weights that result from it."""
+"""Published part of an adapted model: the adapter, or the weights that result from it."""
 
 _PREFIX = "base_model.model."
 """Beginning of all names in a PeftModel, and in the files of PEFT."""

@@ -171,7 +171,7 @@ _OFFLOADS: Mapping[tuple[str, ...], Offload] = {
     ("cpu", "none"): "optimizer",
     ("cpu", "cpu"): "all",
 }
-"""What is in the memory of the host, by the devices of optimizer states and of weights."""
+"""Content of the host's memory, by the devices of optimizer states and of weights."""
 
 
 def read_setup(file: Path, per_node: int) -> Setup:

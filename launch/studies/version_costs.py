@@ -1,4 +1,4 @@
-"""What a version costs the trainer that publishes it, and a receiver in a process of its own: time and memory.
+"""Time and memory that a version costs the trainer that publishes it, and a receiver in a process of its own.
 
 The trainer holds bf16 weights, fp32 master weights and AdamW's moments, as DeepSpeed does. Its batches are random
 tokens. Steps while the moments adapt to a new learning rate are not reported.

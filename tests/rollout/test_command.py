@@ -132,3 +132,11 @@ def test_the_command_exports_adapters(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"version 1 is in {versions}\n"
     found = load_file(place / "adapter_model.safetensors")
     assert found["base_model.model.0.lora_A.weight"].equal(model.base_model.model[0].lora_A["default"].weight)
+
+
+def test_options_of_weights_have_no_silent_effect_on_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--store", str(tmp_path / "store"), "--directory", str(tmp_path / "adapters")]
+    assert main(["rollout", "export", *given, "--encoding", "xor"]) == 1
+    assert "--encoding and --checksum: have no effect on adapters" in capsys.readouterr().err
