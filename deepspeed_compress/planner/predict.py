@@ -154,7 +154,7 @@ class Needs:
     def _buffers(self, stage: Stage) -> float:
         """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""
         layout, per_node, software, parameters = self.layout, self.cluster.per_node, self.software, stage.trained
-        bucket = min(parameters, bucket_size(parameters, layout.shards, layout.gradient_bits, software.bucket))
+        bucket = min(parameters, bucket_size(parameters, layout.gradient_bits, software.bucket))
         layers = min(stage.parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
         # Megatron sends from the gradients themselves.
         sends = layout.shards > 1 and not self._is_megatron

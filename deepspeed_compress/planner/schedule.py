@@ -17,7 +17,7 @@ from deepspeed_compress.planner.compute import (
 )
 from deepspeed_compress.planner.layout import Layout, Stage, largest_stage, stages
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.traffic import HOST, PEER, DataParallel, Traffic, Window, stage_message, tensor_traffic
+from deepspeed_compress.planner.traffic import HOST, ISSUE, DataParallel, Traffic, Window, stage_message, tensor_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,8 @@ def _overlapping(device: Device, messages: Iterable[Traffic], free: dict[Window,
 
 
 def _issuing(messages: Iterable[Traffic], ahead: float) -> Term:
-    """Return the time that the GPU waits for the CPU to issue messages, if the CPU is `ahead` seconds ahead of it."""
+    """Return the time that the GPU waits for the CPU to issue buckets, if the CPU is `ahead` seconds ahead of it."""
     issue = sum(traffic.issue for traffic in messages)
     waiting = max(0.0, issue - ahead)
-    formula = f"{1e3 * PEER:g} ms per peer and message, {issue:.3g} s; the CPU is {ahead:.3g} s ahead of the GPU"
-    return Term("issuing compressed messages", "launch", waiting, issue, 0.0, 0.0, formula, "traffic.py, an H200")
+    formula = f"{1e3 * ISSUE:g} ms per bucket, {issue:.3g} s; the CPU is {ahead:.3g} s ahead of the GPU"
+    return Term("issuing compressed buckets", "launch", waiting, issue, 0.0, 0.0, formula, "traffic.py")

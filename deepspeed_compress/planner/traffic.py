@@ -13,15 +13,16 @@ from deepspeed_compress.planner.model import Model
 Window = Literal["nothing", "last backward", "backward", "first forward", "all"]
 
 BUCKETS, SMALLEST_BUCKET, LARGEST_BUCKET = 8, 1e6, 5e7
-"""Number of compressed buckets that gradients are sent in, and the least and most elements of each among few ranks."""
-SHARE_OF_RANK, LARGEST_OF_MANY = 4e6, 5e8
-"""Elements of each rank in the largest compressed bucket among many ranks, and the most elements of any."""
+"""Number of compressed buckets that gradients are sent in, and the least and most elements of each."""
 SCALE_BITS = 0.125
 """Bits of the scales of method `blockwise` per element: 32 for each block of 256."""
 ENCODE, DECODE = 18, 6
 """Bytes per element that the kernels move: gradient, residual and payload; a decoded payload added to a sum."""
-PEER = 1e-4
-"""Seconds that the CPU takes to issue the kernels for one message of one peer, measured on an H200 (docs/gpu.md)."""
+ISSUE = 3e-4
+"""Seconds that the CPU takes to issue a compressed bucket among any number of ranks: about 20 calls of kernels of 15 us.
+
+An estimate. On an H200, two ranks took 0.2 ms when each message had its own calls (docs/gpu.md).
+"""
 
 HOST, HOST_LINK = "host", 20e9
 """Link between a GPU and the memory of its host, and its bytes per second in one direction: PCIe 4.0 with 16 lanes."""
@@ -38,7 +39,7 @@ class Traffic:
         pieces: Number of messages that follow each other.
         coding: Seconds of the kernels that compress and decompress.
         formula: Figures of the messages.
-        issue: Seconds that the CPU takes to issue compressed messages.
+        issue: Seconds that the CPU takes to issue compressed buckets.
     """
 
     name: str
@@ -87,10 +88,9 @@ def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Messa
     return both if megatron else replace(both, seconds=2 * both.seconds)
 
 
-def bucket_size(parameters: float, ranks: int, bits: int, theirs: float) -> float:
+def bucket_size(parameters: float, bits: int, theirs: float) -> float:
     """Return the elements of a bucket of `parameters`: ours if compressed to `bits` bits, else `theirs`."""
-    largest = min(max(LARGEST_BUCKET, ranks * SHARE_OF_RANK), LARGEST_OF_MANY)
-    return min(max(parameters / BUCKETS, SMALLEST_BUCKET), largest) if bits else theirs
+    return min(max(parameters / BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET) if bits else theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,12 @@ class DataParallel:
         size = f"{parameters:.3g} elements of {mean:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         whole, window = message.times(pieces * repeated), self._gradient_window(bits)
-        issue = self._issue(pieces * repeated * group.ranks / inside) if bits else 0.0
+        issue = self._issue(pieces * repeated) if bits else 0.0
         return Traffic("gradients", whole, window, pieces, coding * repeated, formula, issue)
 
-    def _issue(self, messages: float) -> float:
-        """Return the seconds that the CPU takes to issue compressed messages, counted once for each peer."""
-        return self.device.issued(PEER) * messages
+    def _issue(self, buckets: float) -> float:
+        """Return the seconds that the CPU takes to issue compressed buckets."""
+        return self.device.issued(ISSUE) * buckets
 
     def _gradient_widths(self, bits: int) -> tuple[float, float]:
         return self._widths(bits, 8 * self.device.gradient)
@@ -176,7 +176,7 @@ class DataParallel:
 
     def _pieces(self, bits: int, theirs: float) -> int:
         """Return the number of messages of all parameters, of `theirs` elements if they are not compressed."""
-        size = bucket_size(self.stage.trained, self.layout.shards, bits, theirs)
+        size = bucket_size(self.stage.trained, bits, theirs)
         return math.ceil(self.stage.trained / size)
 
     def _gradient_window(self, bits: int) -> Window:
@@ -239,7 +239,7 @@ class DataParallel:
         parameters = stage.parameters - small
         # What the end of forward used is still there when backward begins.
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
-        prefetched = min(LARGEST_BUCKET, bucket_size(stage.parameters, layout.shards, bits, LARGEST_BUCKET))
+        prefetched = bucket_size(stage.parameters, bits, LARGEST_BUCKET)
         pieces = min(stage.layers, math.ceil(stage.parameters / prefetched))
         message = self._delivered(parameters / pieces, self._gathered_bits).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
@@ -274,7 +274,7 @@ class DataParallel:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
-        issue = self._issue(count) if bits else 0.0
+        issue = self._issue(1) if bits else 0.0
         return Traffic("gradients between nodes", message, "nothing", 1, coding, formula, issue)
 
     def _between_islands(self) -> Traffic:
@@ -285,7 +285,7 @@ class DataParallel:
         message = self.links.exchange(payload, group).times(2)
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
-        message, issue = message.times(1 / layout.sync_every), self._issue(layout.islands) / layout.sync_every
+        message, issue = message.times(1 / layout.sync_every), self._issue(1) / layout.sync_every
         return Traffic("islands", message, "nothing", 1, coding, formula, issue)
 
 

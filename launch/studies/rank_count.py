@@ -75,7 +75,7 @@ def measure(ranks: int) -> dict[str, float]:
 
 def draw(files: list[Path], output: Path) -> None:
     """Draw processor time and calls of kernels of each of `files`, named by its stem."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3))
     for file in files:
@@ -85,6 +85,8 @@ def draw(files: list[Path], output: Path) -> None:
     for axis, title in zip(axes, ("processor time per bucket, ms", "calls of kernels per bucket"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="ranks", title=title)
         axis.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
+        axis.yaxis.set_major_locator(ticker.LogLocator(2, numticks=20))
+        axis.yaxis.set_major_formatter(ticker.ScalarFormatter())
         axis.minorticks_off()
         axis.legend(frameon=False)
     figure.tight_layout()

@@ -1,9 +1,12 @@
 """The GPU check: runs the tests marked `gpu`, one process per file, and prints one table.
 
-`bash launch/gpu_check.sh` runs it as `python -m tests.gpu.check`.
+`bash launch/gpu_check.sh` runs it as `python -m tests.gpu.check`. Parts that the output file already has, for the same code
+and the same machine, are not run again.
 """
 
 import argparse
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -32,12 +35,17 @@ _ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 }
 """Environment of the processes of parts, by device."""
 _NEEDED = ("torch", "triton", "rich", "pytest")
+_CODE = (".py", ".cpp", ".h")
+_KERNELS = ("deepspeed_compress/compression/kernels", "tests/gpu")
+_UNFINISHED = "the part itself"
+"""Finding of a part that crashed or did not end."""
 _SHOWN = 600
 """Characters to show of the end of a part's output after a crash."""
 _EXAMPLES = """examples:
   bash launch/gpu_check.sh
   bash launch/gpu_check.sh --parts kernels,kernel_speed --minutes 3
   bash launch/gpu_check.sh --wheels wheels --output gpu_check.json
+  bash launch/gpu_check.sh                       # once more: parts that did not end, or whose code has changed
   bash launch/gpu_check.sh --device cpu          # the same tests at toy sizes, without a GPU
 
 exit status: 0 nothing failed (a goal may be missed), 1 something failed, 2 wrong usage"""
@@ -47,23 +55,33 @@ exit status: 0 nothing failed (a goal may be missed), 1 something failed, 2 wron
 class Part:
     """Part of the check: a file of tests, in a process of its own, because it may crash or hang.
 
-    `seconds` is its share of the time, relative to the other parts.
+    `seconds` is its share of the time, relative to the other parts, and `sources` are the directories that it tests.
     """
 
     name: str
     summary: str
     seconds: float
     directory: Path = Path(__file__).parent
+    sources: tuple[str, ...] = ("deepspeed_compress", "tests/gpu")
+
+    @property
+    def code(self) -> str:
+        """Hash of the sources."""
+        files = sorted(file for source in self.sources for file in (ROOT / source).rglob("*") if file.suffix in _CODE)
+        found = hashlib.sha256()
+        for file in files:
+            found.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+        return found.hexdigest()
 
 
 PARTS = (
-    Part("kernels", "every kernel against plain torch, bit for bit", 140),
-    Part("kernel_speed", "time of every kernel against copying the same bytes", 30),
+    Part("kernels", "every kernel against plain torch, bit for bit", 140, sources=_KERNELS),
+    Part("kernel_speed", "time of every kernel against copying the same bytes", 30, sources=_KERNELS),
     Part("synchronisation", "what waits for the GPU, or allocates, in an exchange", 40),
-    Part("sanitizer", "kernels under compute-sanitizer", 45),
+    Part("sanitizer", "kernels under compute-sanitizer", 45, sources=_KERNELS),
     Part("steps", "training of every ZeRO stage, whatever the order of streams", 85),
     Part("features", "short trainings of two ranks, one for each feature", 60),
-    Part("step_time", "GPT-2: step time without a network limit, with traces", 60),
+    Part("step_time", "GPT-2: step time without a network limit, of 2 to 512 ranks, with traces", 130),
     Part("loss", "GPT-2: loss with and without compression", 80),
 )
 """Parts, most valuable first."""
@@ -93,6 +111,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=positive_number, default=8.0, metavar="N", help=minutes)
     wheels = "install the .whl files of DIR, without their dependencies and without network, for this run alone"
     parser.add_argument("--wheels", type=Path, metavar="DIR", help=wheels)
+    again = "run parts again that the output file has from the same code on the same machine"
+    parser.add_argument("--again", action="store_true", help=again)
     output = "default: gpu_check.json; traces are written beside it"
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"), metavar="FILE", help=output)
     return parser.parse_args(arguments)
@@ -134,19 +154,40 @@ def _check(device: str) -> None:
 
 
 def _run_parts(options: argparse.Namespace, packages: str) -> list[Finding]:
-    begin, until, found = time.time(), limits(options.parts, options.minutes), []
+    machine = _machine(options.device)
+    repeated = {part.name for part in options.parts} if options.again else set()
+    kept = [one for one in read_finished(options.output, machine) if one.part not in repeated]
+    finished = {finding.part for finding in kept}
+    parts = [part for part in options.parts if part.name not in finished]
+    for part in options.parts:
+        if part not in parts:
+            print(f"{part.name}: already in {options.output}", flush=True)
+    begin, until, found = time.time(), limits(parts, options.minutes), kept
     path = os.pathsep.join(filter(None, (packages, str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **_ENVIRONMENT[options.device]}
     output = options.output.absolute().parent
     output.mkdir(parents=True, exist_ok=True)
     traces = ("--gpu-traces", str(output / f"{options.output.stem}_traces"))
-    for part in options.parts:
+    for part in parts:
         print(f"{part.name}: {part.summary} ...", flush=True)
         device = ("--gpu-device", options.device)
         found += run_part(part, begin + until[part.name], (*device, *traces), environment)
         # Written after each part, so that the file exists even if the machine crashes later.
-        write_json(options.output, document(found, _machine(options.device)))
+        write_json(options.output, document(found, machine, {one.name: one.code for one in PARTS}))
     return found
+
+
+def read_finished(output: Path, machine: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings in `output` of parts that ended, from the code that is here, on the same machine."""
+    if not output.is_file():
+        return []
+    written = json.loads(output.read_text(encoding="utf-8"))
+    if written["environment"] != machine:
+        return []
+    found = [Finding(**one) for one in written["findings"]]
+    unfinished = {one.part for one in found if one.what == _UNFINISHED}
+    same = {part.name for part in PARTS if written["code"].get(part.name) == part.code}
+    return [one for one in found if one.part in same - unfinished]
 
 
 def limits(parts: Sequence[Part], minutes: float) -> Mapping[str, float]:
@@ -174,7 +215,7 @@ def run_part(
     if trouble.startswith("ended with status 1:") and any(one.verdict == "fail" for one in found):
         trouble = ""
     trouble = trouble or ("" if found else "it found nothing")
-    ended = Finding("the part itself", "fail", f"{time.time() - begin:.0f} s", why=trouble, part=part.name)
+    ended = Finding(_UNFINISHED, "fail", f"{time.time() - begin:.0f} s", why=trouble, part=part.name)
     return [*found, ended] if trouble else found
 
 

@@ -55,11 +55,11 @@ def read_findings(path: Path) -> Iterator[Finding]:
             yield Finding(**json.loads(line))
 
 
-def document(findings: Iterable[Finding], environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the JSON file: the environment, the number of each verdict, and the findings."""
+def document(findings: Iterable[Finding], environment: dict[str, Any], code: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of the JSON file: environment, hash of each part's code, number of each verdict, findings."""
     rows = [asdict(finding) for finding in findings]
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
-    return {"environment": environment, "verdicts": counts, "findings": rows}
+    return {"environment": environment, "code": dict(code), "verdicts": counts, "findings": rows}
 
 
 def print_table(heading: str, findings: Sequence[Finding]) -> None:

@@ -62,6 +62,36 @@ def test_the_exit_status_is_that_of_failures(
     assert written["environment"]["torch"] == torch.__version__
 
 
+def test_a_second_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts that ended are not run again, unless asked for, or unless their code or the machine has changed."""
+    ran: list[str] = []
+
+    def run(part: Part, *_: object) -> list[Finding]:
+        ran.append(part.name)
+        what = "the part itself" if part.name == "steps" and ran.count("steps") == 1 else "first"
+        return [Finding(what, "fail" if what != "first" else "pass", part=part.name)]
+
+    monkeypatch.setattr(check, "run_part", run)
+    base = ["--device", "cpu", "--output", str(tmp_path / "found.json")]
+    command = [*base, "--parts", "kernels,steps"]
+    assert main(command) == 1
+    assert main(command) == 0
+    assert ran == ["kernels", "steps", "steps"]
+    assert "kernels: already in" in capsys.readouterr().out
+    assert main([*base, "--parts", "loss"]) == main([*command, "--again"]) == 0
+    assert ran[3:] == ["loss", "kernels", "steps"]
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert {one["part"] for one in written["findings"]} == {"kernels", "steps", "loss"}
+    written["code"]["kernels"] = "other code"
+    (tmp_path / "found.json").write_text(json.dumps(written))
+    assert main(command) == 0
+    monkeypatch.setattr(check, "_device_name", lambda _: "another device")
+    assert main(command) == 0
+    assert ran[6:] == ["kernels", "kernels", "steps"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_an_error_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output", str(tmp_path / "found.json")]) == 1
@@ -175,4 +205,4 @@ def test_a_whole_run_without_a_gpu(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "found.json").read_text())
     assert {one["part"] for one in written["findings"]} == {part.name for part in PARTS}
     assert written["verdicts"]["fail"] == 0
-    assert len(list((tmp_path / "found_traces" / "a_mirror").iterdir())) == 2
+    assert len(list((tmp_path / "found_traces" / "a_mirror_of_512").iterdir())) == 2

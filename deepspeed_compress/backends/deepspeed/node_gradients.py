@@ -77,7 +77,7 @@ class NodeGradients:
         self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
         self._slices = _find_slices(engine)
         self._keys = _by_parameter(self._slices)
-        self.buckets = tuple(_make_buckets(self._slices, self.group.size()))
+        self.buckets = tuple(_make_buckets(self._slices))
         self._partitions = {keys: self._cut(keys, unit.count) for keys in self.buckets}
         self._offloaded = OffloadedGradients(engine, unit, patches) if offloads_optimizer(engine) else None
         self._due: Mapping[Key, Tensor] | None = None
@@ -222,8 +222,8 @@ def _by_parameter(slices: Mapping[Key, MasterSlice]) -> dict[str, list[Key]]:
     return found
 
 
-def _make_buckets(slices: Mapping[Key, MasterSlice], ranks: int) -> Iterator[tuple[Key, ...]]:
-    largest = bucket_size(sum(one.numel for one in slices.values()), ranks)
+def _make_buckets(slices: Mapping[Key, MasterSlice]) -> Iterator[tuple[Key, ...]]:
+    largest = bucket_size(sum(one.numel for one in slices.values()))
     bucket: list[Key] = []
     filled = 0
     for key, one in slices.items():

@@ -151,7 +151,7 @@ def _early(engine: Any, session: Session, names: _Names, patches: Patches) -> Ea
     if not may_begin_early(engine):
         return None
     gradients = _Gradients(engine, names)
-    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, names, gradients.group.size())
+    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, names)
     early = EarlyReductions(session, gradients, reduces, patches)
     patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
     # DeepSpeed's `destroy` removes its own hooks only.
@@ -163,7 +163,6 @@ def _in_buckets(
     original: Any,
     session: Session,
     names: _Names,
-    ranks: int,
     grads: Any = None,
     elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
 ) -> None:
@@ -174,7 +173,7 @@ def _in_buckets(
     size = elements_per_buffer
     if isinstance(session.gradients.reducer, PayloadReducer):
         numel = sum(parameter.numel() for parameter in names.of if parameter.requires_grad)
-        size = min(size, bucket_size(numel, ranks))
+        size = min(size, bucket_size(numel))
     original(grads=grads, elements_per_buffer=size)
 
 

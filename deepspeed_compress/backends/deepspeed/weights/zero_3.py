@@ -117,7 +117,7 @@ def _prefetch_size(engine: Any, coordinator: Any) -> int:
     if theirs is None:
         raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
     numel = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    return min(theirs, bucket_size(numel, engine.optimizer.dp_process_group.size()))
+    return min(theirs, bucket_size(numel))
 
 
 class _Gathers:
