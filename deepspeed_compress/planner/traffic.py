@@ -19,7 +19,7 @@ SCALE_BITS = 0.125
 ENCODE, DECODE = 18, 6
 """Bytes per element that the kernels move: gradient, residual and payload; a decoded payload added to a sum."""
 ISSUE = 3e-4
-"""Seconds that the CPU takes to issue a compressed bucket among any number of ranks: about 20 calls of kernels of 15 us.
+"""Seconds that the CPU takes to issue a compressed bucket among any number of ranks: 20 calls of kernels of 15 us.
 
 An estimate. On an H200, two ranks took 0.2 ms when each message had its own calls (docs/gpu.md).
 """

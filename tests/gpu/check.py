@@ -1,7 +1,7 @@
 """The GPU check: runs the tests marked `gpu`, one process per file, and prints one table.
 
-`bash launch/gpu_check.sh` runs it as `python -m tests.gpu.check`. Parts that the output file already has, for the same code
-and the same machine, are not run again.
+`bash launch/gpu_check.sh` runs it as `python -m tests.gpu.check`. Parts that the output file already has, from the
+same code and machine, are not run again.
 """
 
 import argparse
