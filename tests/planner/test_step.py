@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.predict import Prediction
 from deepspeed_compress.planner.search import critical_batch, extra_tokens, island_gap, loss_gap
 from deepspeed_compress.planner.traffic import ISSUE
@@ -72,16 +73,18 @@ def test_deepspeed_waits_for_gloo_but_compressed_gradients_hide() -> None:
 
 
 def test_the_cpu_issues_a_compressed_bucket_once_for_all_peers() -> None:
-    """The GPU waits for it only where a step has little work."""
+    """The GPU waits for it only where the CPU is slow."""
     name, nodes = "issuing compressed buckets", (2, 16)
     small = [layout(zero=2, data=8 * count, gradient_bits=4, accumulation=1) for count in nodes]
+    slow = Constants(cpu=100.0)
     steps = [
-        job(f"{8 * count}xH100", "100gbit", model=TOY, per_node=8).predictor().predict(one)
+        job(f"{8 * count}xH100", "100gbit", model=TOY, per_node=8, constants=slow).predictor().predict(one)
         for count, one in zip(nodes, small, strict=True)
     ]
     waits = [seconds(step, name) for step in steps]
     busy = [sum(term.busy for term in step.terms if term.name == name) for step in steps]
-    assert busy == pytest.approx([ISSUE * round(busy[0] / ISSUE)] * 2)
+    issue = slow.cpu * ISSUE
+    assert busy == pytest.approx([issue * round(busy[0] / issue)] * 2)
     assert 0.0 < waits[0] == waits[1] <= busy[1]
     large = predictor(model=LLAMA_7B).predict(layout(zero=2, gradient_bits=4))
     assert seconds(large, name) == 0.0
