@@ -93,7 +93,7 @@ TABLE = {
     "monitor": allow("config errors safe_files", "torch"),
     "policy": allow("config errors monitor"),
     "model_families": allow("errors safe_files"),
-    "planner": allow("errors model_families"),
+    "planner": allow("config.choices errors model_families"),
     "session": allow("collectives compression config errors monitor policy", "torch"),
     "backends.activations": allow("collectives compression config monitor", "torch"),
     "backends.activations.hooks": allow("errors", "torch"),
@@ -242,7 +242,7 @@ TABLE = {
         "errors planner safe_files tools.bench.jobs tools.plan_tables tools.plan_job tools.plan_measure"
     ),
     "tools.plan_job": allow("config errors planner", lazily="torch"),
-    "tools.plan_tables": allow("config.numbers planner tools.tables"),
+    "tools.plan_tables": allow("config.choices config.numbers planner tools.tables"),
     "tools.plan_measure": allow(
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
