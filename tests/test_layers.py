@@ -261,7 +261,9 @@ TABLE = {
     "tools.bench.mirror_network": allow("planner tools.bench", "torch"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
-    "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
+    "tools.doctor": allow(
+        "config diagnostics errors monitor tools.outputs tools.plan_job tools.run_directory", "pydantic rich"
+    ),
     "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables"),
     "tools.tune": allow(
         "config backends.deepspeed.builds errors tools.bench.hosts safe_files tools.run_directory tools.tables",

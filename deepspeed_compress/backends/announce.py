@@ -23,6 +23,7 @@ from deepspeed_compress.config import (
     Islands,
     brief,
 )
+from deepspeed_compress.config.choices import NOW, compressed
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import ring_all_gather
@@ -85,7 +86,9 @@ def joined(
 def _start(config: CompressConfig) -> list[str]:
     """Return the text on steps at the start that are not compressed; none if all steps are."""
     if config.auto is not None:
-        return ["auto: both kinds of steps take turns first, and compression stays if it makes steps faster"]
+        return [
+            f'auto: "{NOW}" (uncompressed) and "{compressed(config.gradients)}" take turns, and the faster one stays'
+        ]
     warmup = config.schedule.warmup_steps
     return [f"the first {warmup} steps are uncompressed"] if warmup else []
 

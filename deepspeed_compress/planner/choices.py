@@ -64,8 +64,14 @@ def choices(job: Job, plan: Plan, setup: Setup | None) -> tuple[Choice, ...]:
     found = (now, *_with_fewer_bits(job, now.candidate.layout, (8, 4) if inside else (8, 4, 3)), *inside)
     fastest = plan.candidates[0]
     if fastest.prediction.seconds < FASTER * min(one.seconds for one in found):
-        found = (*found, _choice(f"the fastest: {fastest.layout}", fastest, job))
-    return found
+        found = (*found, Choice(f"the fastest: {fastest.layout}", fastest))
+    return tuple(replace(one, loss=_loss(one, now, job)) for one in found)
+
+
+def _loss(choice: Choice, now: Choice, job: Job) -> str:
+    """Return the change of the loss from what runs now, as a text."""
+    then, before = (loss_gap(one.candidate.layout, job.model.parameters) for one in (choice, now))
+    return AS_NOW if then == before else f"{100 * (then - before):+.2f} %"
 
 
 def others(job: Job, plan: Plan, now: Choice) -> Iterator[Choice]:
@@ -95,7 +101,8 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
         whole = [one for one in plain if one.layout.tensor == one.layout.pipeline == 1]
         best = min(whole or plain or plan.candidates, key=lambda one: one.days)
         return Choice(f"{NOW}: ZeRO {best.layout.zero}, uncompressed", best)
-    layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf").plain()
+    micros = (setup.micro,) if setup.micro else MICRO_BATCHES
+    layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf", micros).plain()
     written = [
         replace(layout, gradient_bits=setup.gradient_bits, weight_bits=setup.weight_bits, offload=setup.offload)
         for layout in layouts
@@ -107,18 +114,19 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
             f"--config: has no layout of {job.cluster.gpus} GPUs with {job.batch} sequences per step; correct its "
             "parallelism and its train_micro_batch_size_per_gpu, or --gpus and --batch"
         )
-    return _choice(NOW, min(found, key=lambda one: (one.verdict == "does not fit", one.days)), job)
+    return Choice(NOW, min(found, key=lambda one: (one.verdict == "does not fit", one.days)))
 
 
 def _with_fewer_bits(job: Job, layout: Layout, widths: tuple[int, ...]) -> Iterator[Choice]:
     """Yield the same layout with gradients, and weights if they are sent as well, in fewer bits than now."""
+    sends_weights = layout.zero and not layout.shard_within and not job.model.rank
     for bits in widths:
-        if layout.data > 1 and (bits < layout.gradient_bits or not layout.gradient_bits):
-            sends_weights = layout.zero and not layout.shard_within and not job.model.rank
-            # ZeRO 3 rounds the weights themselves, the others only their changes.
-            weights = (8 if layout.zero == 3 else max(bits, 4)) if sends_weights else 0
-            smaller = replace(layout, gradient_bits=bits, weight_bits=weights)
-            yield _choice(in_bits(bits), _predicted(job, smaller), job)
+        # ZeRO 3 rounds the weights themselves, the others only their changes.
+        weights = (8 if layout.zero == 3 else max(bits, 4)) if sends_weights else 0
+        smaller = replace(layout, gradient_bits=bits, weight_bits=weights)
+        more = bits > (layout.gradient_bits or bits) or weights > (layout.weight_bits or weights)
+        if layout.data > 1 and smaller != layout and not more:
+            yield Choice(in_bits(bits), _predicted(job, smaller))
 
 
 def _inside_nodes(job: Job, plan: Plan, zero: int) -> Iterator[Choice]:
@@ -132,16 +140,11 @@ def _inside_nodes(job: Job, plan: Plan, zero: int) -> Iterator[Choice]:
         best = min(fits, key=lambda fit: fit.days * (1 if fit.verdict == "fits" else 1 + TIE), default=None)
         if best is not None:
             stage = f"ZeRO {best.layout.zero}, " * (best.layout.zero != zero)
-            yield _choice(stage + inside_nodes(bits), best, job)
+            yield Choice(stage + inside_nodes(bits), best)
 
 
 def _predicted(job: Job, layout: Layout) -> Candidate:
     return job.candidate(job.predictor().predict(layout))
-
-
-def _choice(name: str, candidate: Candidate, job: Job) -> Choice:
-    gap = loss_gap(candidate.layout, job.model.parameters)
-    return Choice(name, candidate, f"+{100 * gap:.2f} %" if gap else AS_NOW)
 
 
 def packing_gain(job: Job, candidate: Candidate) -> float:

@@ -152,7 +152,7 @@ def print_choices(
     everything = [*found, *others]
     for line in _memory_notes([one.candidate for one in everything]):
         print(line)
-    if any("%" in one.loss for one in everything):
+    if any(" %" in one.loss for one in everything):
         size = "" if job.model.parameters <= MEASURED else ", not at this size"
         print(f"Loss: measured with up to {short(MEASURED)} parameters{size}.")
     if others:
