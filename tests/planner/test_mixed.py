@@ -1,19 +1,25 @@
 """GPUs of several kinds in one job, and documents that are packed in place of padded."""
 
+from collections.abc import Sequence
+
 import pytest
+import torch
 
 from deepspeed_compress.planner.choices import packing_gain
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.files import ds_config
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.mixed import divide, fastest_alone
-from deepspeed_compress.planner.search import Job, search
+from deepspeed_compress.planner.search import Job as PlannedJob
+from deepspeed_compress.planner.search import search
 from tests.planner.jobs import LLAMA_1B, job
+from tests.support.forks import run_forks
+from tests.support.jobs import WIDTH, Job, make_engine, network, train_on, weights
 
 LAYOUT = Layout(1, 1, 16, 1, 2, 8)
 
 
-def mixed(gpus: str = "8xA100+8xL4", network: str = "100gbit") -> Job:
+def mixed(gpus: str = "8xA100+8xL4", network: str = "100gbit") -> PlannedJob:
     return job(gpus, network, LLAMA_1B, seq=2048, batch=256)
 
 
@@ -86,3 +92,21 @@ def test_padding_makes_a_run_longer() -> None:
     full, padded = (job("16xA100", "100gbit", LLAMA_1B, seq=2048, batch=256, mean_length=length) for length in (0, 512))
     days = [one.candidate(one.predictor().predict(LAYOUT)).days for one in (full, padded)]
     assert days[1] == pytest.approx(4 * days[0])
+
+
+def train(rank: int, stage: int, sizes: Sequence[int]) -> dict[str, list[float]]:
+    """Return the weights after three steps in which ranks have `sizes` of the same sequences."""
+    engine, found = make_engine(network(), Job(stage).config()), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        own = torch.split(torch.randn(sum(sizes), WIDTH, generator=found), list(sizes))[rank]
+        train_on(engine, engine(own).square().mean() * sizes[rank] * len(sizes) / sum(sizes))
+    return weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeed_trains_with_batches_that_differ_between_ranks(stage: int) -> None:
+    """With the factor of the loss that the output of `plan cluster` names."""
+    [equal, _], [found, _] = (run_forks(2, train, stage, sizes) for sizes in ((4, 4), (7, 1)))
+    assert found.keys() == equal.keys()
+    for name, values in found.items():
+        assert values == pytest.approx(equal[name], abs=1e-4)
