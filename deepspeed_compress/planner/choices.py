@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from deepspeed_compress.config.choices import AS_NOW, NOW, in_bits, inside_nodes, islands
+from deepspeed_compress.choice_names import AS_NOW, NOW, in_bits, inside_nodes, islands
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts, Offload
 from deepspeed_compress.planner.search import ISLANDS_LOST, MUON_STEPS, TIE, Candidate, Job, Plan, loss_gap

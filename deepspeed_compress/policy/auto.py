@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from deepspeed_compress.choice_names import NOW, TIMES
 from deepspeed_compress.config import CompressConfig, brief
-from deepspeed_compress.config.choices import NOW, TIMES, compressed
 from deepspeed_compress.config.places import NoneGradients
+from deepspeed_compress.config.schedules import choice_name
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.decider import Decider, StepPlan
 
@@ -58,7 +59,7 @@ class AutoChoice(Decider):
     def __init__(self, config: CompressConfig, record: Callable[[Event], None]) -> None:
         assert config.auto is not None
         self._config, self._record = config.auto, record
-        self._compressed, self._name = brief(config.gradients), compressed(config.gradients)
+        self._compressed, self._name = brief(config.gradients), choice_name(config.gradients)
         self._compared = config.model_dump(mode="json", include={"gradients", "weights"})
         """Settings that are compared with uncompressed steps, as plain data for JSON."""
         self._interval = _INTERVAL

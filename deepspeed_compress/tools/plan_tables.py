@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from deepspeed_compress.config.choices import LOSS, TIMES
+from deepspeed_compress.choice_names import LOSS, TIMES
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.planner.choices import FASTER, Choice, better_batch, packing_gain
 from deepspeed_compress.planner.layout import Layout

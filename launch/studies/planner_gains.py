@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.config.choices import INSIDE_NODES, THE_SAME
+from deepspeed_compress.choice_names import INSIDE_NODES, THE_SAME
 from deepspeed_compress.planner.choices import Setup, choices
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.gpus import find_gpu

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from deepspeed_compress.config.choices import TIMES
+from deepspeed_compress.choice_names import TIMES
 from deepspeed_compress.config.loading import MASK
 from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.config.section import find_problems

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.choice_names import LOSS, in_bits
 from deepspeed_compress.config import SECTION, CompressedGradients, brief
-from deepspeed_compress.config.choices import LOSS, in_bits
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.choice_names import in_bits
 from deepspeed_compress.config import GradientsConfig
-from deepspeed_compress.config.choices import in_bits
 from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.config.places import FeedbackGradients
 from deepspeed_compress.diagnostics import Diagnostic, at_steps

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed_compress.config.choices import INSIDE_NODES, LOSS, in_bits
+from deepspeed_compress.choice_names import INSIDE_NODES, LOSS, in_bits
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import OTHER_KINDS, SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import with_section

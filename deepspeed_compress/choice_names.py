@@ -1,8 +1,5 @@
 """Names of what a user can choose from, shared by `auto`, the doctor, `plan cluster` and the pages."""
 
-from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig
-from deepspeed_compress.config.schedules import brief
-
 NOW = "now"
 """Name of what runs without a change."""
 AS_NOW = "as now"
@@ -16,11 +13,6 @@ THE_SAME, INSIDE_NODES, ISLANDS = "the same", "sharding inside nodes", "islands"
 def in_bits(bits: int) -> str:
     """Return the name of what runs now, with gradients of `bits` bits, and weights of as many or 8."""
     return f"{THE_SAME}, {bits} bits"
-
-
-def compressed(gradients: GradientsConfig) -> str:
-    """Return the name of what runs now, with these settings."""
-    return in_bits(gradients.bits) if isinstance(gradients, BlockwiseGradients) else f"{THE_SAME}, {brief(gradients)}"
 
 
 def inside_nodes(bits: int) -> str:

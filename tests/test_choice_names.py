@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.config.choices import (
+from deepspeed_compress.choice_names import (
     AS_NOW,
     INSIDE_NODES,
     ISLANDS,
     LOSS,
     NOW,
     TIMES,
-    compressed,
     in_bits,
     inside_nodes,
     islands,
 )
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config.schedules import choice_name
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": (INSIDE_NODES,),
     "docs/planning.md": (NOW, AS_NOW, TIMES, LOSS, in_bits(8), in_bits(4), inside_nodes(4), islands(2, 30)),
@@ -44,4 +44,4 @@ def test_pages_name_choices_as_commands_do(page: str) -> None:
     [({"bits": 4}, "the same, 4 bits"), ({"method": "topk", "density": 0.01}, "the same, topk density=0.01")],
 )
 def test_settings_have_the_name_of_their_choice(gradients: dict[str, object], name: str) -> None:
-    assert compressed(CompressConfig.model_validate({"gradients": gradients}).gradients) == name
+    assert choice_name(CompressConfig.model_validate({"gradients": gradients}).gradients) == name
