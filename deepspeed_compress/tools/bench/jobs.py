@@ -120,7 +120,7 @@ class EmulatedRanks:
             description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
             description.write_text(json.dumps(jobs), encoding="utf-8")
             command = [sys.executable, "-m", RANK_PROGRAM, str(description), str(result)]
-            run = cluster.run(command, timeout=self.timeout, on_line=_forward_progress)
+            run = cluster.run(command, timeout=self.timeout, on_line=_forward_progress, forks=True)
             rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
         if run.failure is not None:
             run.print_ends()
