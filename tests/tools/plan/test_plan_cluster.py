@@ -199,7 +199,7 @@ def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.Capture
         (("--batch", "3"), "--batch: deepspeed has no layout"),
         (("--hostfile", "hostfile"), "--hostfile: says how many GPUs there are"),
         (("--gpus", "2x8xA100", "--gpus-per-node", "4"), "--gpus-per-node: --gpus 2x8xA100 says it, too"),
-        (("--gpus", "8xA100+8xL4", "--constants", "measured.json"), "--gpus: several kinds of GPUs are not measured"),
+        (("--gpus", "8xA100+8xL4", "--measure", "measured.json"), "--gpus: several kinds of GPUs are not measured"),
         (("--mean-length", "4096"), "--mean-length: 4096 tokens are more than the 2048 of --seq"),
         (("--seq", "8192"), "--seq: 8192 tokens are more than the 4096 positions"),
         (("--batch", "9" * 400), "--batch: "),
