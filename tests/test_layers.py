@@ -40,10 +40,11 @@ TABLE = {
         "errors program_warnings", lazily="backends.deepspeed.attach backends.deepspeed.initialize integrations"
     ),
     "errors": allow(),
+    "choice_names": allow(),
     "diagnostics": allow(),
     "program_warnings": allow("errors"),
     "safe_files": allow("errors"),
-    "config": allow("diagnostics errors safe_files", "pydantic pydantic_core hjson", lazily="compression"),
+    "config": allow("choice_names diagnostics errors safe_files", "pydantic pydantic_core hjson", lazily="compression"),
     "compression": allow(),
     "compression.kernels": allow("errors safe_files", "torch triton"),
     "compression.compressors": allow("compression.kernels", "torch"),
@@ -91,9 +92,9 @@ TABLE = {
     "checkpointing.completeness": allow("errors safe_files"),
     "checkpointing.directory": allow("checkpointing.completeness errors safe_files"),
     "monitor": allow("config errors safe_files", "torch"),
-    "policy": allow("config errors monitor"),
+    "policy": allow("choice_names config errors monitor"),
     "model_families": allow("errors safe_files"),
-    "planner": allow("errors model_families"),
+    "planner": allow("choice_names errors model_families"),
     "session": allow("collectives compression config errors monitor policy", "torch"),
     "backends.activations": allow("collectives compression config monitor", "torch"),
     "backends.activations.hooks": allow("errors", "torch"),
@@ -140,7 +141,8 @@ TABLE = {
         "torch deepspeed",
     ),
     "backends": allow(
-        "collectives compression config diagnostics errors model_families monitor session", "torch packaging"
+        "choice_names collectives compression config diagnostics errors model_families monitor session",
+        "torch packaging",
     ),
     "backends.megatron": allow(
         "backends.activations backends.announce backends.groups backends.limits backends.sessions backends.steps "
@@ -242,7 +244,7 @@ TABLE = {
         "errors planner safe_files tools.bench.jobs tools.plan_tables tools.plan_job tools.plan_measure"
     ),
     "tools.plan_job": allow("config errors planner", lazily="torch"),
-    "tools.plan_tables": allow("config.numbers planner tools.tables"),
+    "tools.plan_tables": allow("choice_names config.numbers planner tools.tables"),
     "tools.plan_measure": allow(
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
@@ -261,7 +263,10 @@ TABLE = {
     "tools.bench.mirror_network": allow("planner tools.bench", "torch"),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
-    "tools.doctor": allow("config diagnostics errors monitor tools.outputs tools.run_directory", "pydantic rich"),
+    "tools.doctor": allow(
+        "choice_names config diagnostics errors monitor tools.outputs tools.plan_job tools.run_directory",
+        "pydantic rich",
+    ),
     "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables"),
     "tools.tune": allow(
         "config backends.deepspeed.builds errors tools.bench.hosts safe_files tools.run_directory tools.tables",

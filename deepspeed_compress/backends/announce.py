@@ -12,6 +12,7 @@ from functools import partial
 
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.choice_names import NOW
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
@@ -24,6 +25,7 @@ from deepspeed_compress.config import (
     brief,
 )
 from deepspeed_compress.config.numbers import size
+from deepspeed_compress.config.schedules import choice_name
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import ring_all_gather
 from deepspeed_compress.session.session import Session
@@ -85,7 +87,9 @@ def joined(
 def _start(config: CompressConfig) -> list[str]:
     """Return the text on steps at the start that are not compressed; none if all steps are."""
     if config.auto is not None:
-        return ["auto: both kinds of steps take turns first, and compression stays if it makes steps faster"]
+        return [
+            f'auto: "{NOW}" (uncompressed) and "{choice_name(config.gradients)}" take turns, and the faster one stays'
+        ]
     warmup = config.schedule.warmup_steps
     return [f"the first {warmup} steps are uncompressed"] if warmup else []
 

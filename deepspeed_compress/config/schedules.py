@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
+from deepspeed_compress.choice_names import THE_SAME, in_bits
 from deepspeed_compress.config.methods import Model, ValuesConfig
 from deepspeed_compress.config.overrides import Override
-from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
+from deepspeed_compress.config.places import BlockwiseGradients, CompressedWeights, GradientsConfig, WeightsConfig
 from deepspeed_compress.config.sparse_methods import Density, SparseConfig
 
 OWN_MOMENTUM = frozenset({"dgc", "demo"})
@@ -184,6 +185,12 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
         yield ("schedule", "phases", index, "gradients"), phase.gradients
     for index, candidate in enumerate((section.adaptive.candidates or ()) if section.adaptive else ()):
         yield ("adaptive", "candidates", index), candidate
+
+
+def choice_name(gradients: GradientsConfig) -> str:
+    """Return the name of the choice to run the same with these settings, as `plan cluster` has it."""
+    is_usual = isinstance(gradients, BlockwiseGradients)
+    return in_bits(gradients.bits) if is_usual else f"{THE_SAME}, {brief(gradients)}"
 
 
 def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from deepspeed_compress.choice_names import AS_NOW, NOW, in_bits, inside_nodes, islands
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts, Offload
 from deepspeed_compress.planner.search import ISLANDS_LOST, MUON_STEPS, TIE, Candidate, Job, Plan, loss_gap
@@ -23,12 +24,12 @@ class Choice:
     Attributes:
         name: What differs from what runs now.
         candidate: The predicted layout.
-        loss: Change of the loss, as a text; empty if there is none.
+        loss: Change of the loss, as a text.
     """
 
     name: str
     candidate: Candidate
-    loss: str = ""
+    loss: str = AS_NOW
 
     @property
     def seconds(self) -> float:
@@ -59,12 +60,18 @@ class Setup:
 def choices(job: Job, plan: Plan, setup: Setup | None) -> tuple[Choice, ...]:
     """Return what trains as now: first what runs now (`setup`, or DeepSpeed as most use it), then what sends less."""
     now = _now(job, plan, setup)
-    inside = () if now.candidate.layout.shard_within else tuple(_inside_nodes(job, plan))
+    inside = () if now.candidate.layout.shard_within else tuple(_inside_nodes(job, plan, now.candidate.layout.zero))
     found = (now, *_with_fewer_bits(job, now.candidate.layout, (8, 4) if inside else (8, 4, 3)), *inside)
     fastest = plan.candidates[0]
     if fastest.prediction.seconds < FASTER * min(one.seconds for one in found):
-        found = (*found, _choice(f"the fastest: {fastest.layout}", fastest, job))
-    return found
+        found = (*found, Choice(f"the fastest: {fastest.layout}", fastest))
+    return tuple(replace(one, loss=_loss(one, now, job)) for one in found)
+
+
+def _loss(choice: Choice, now: Choice, job: Job) -> str:
+    """Return the change of the loss from what runs now, as a text."""
+    then, before = (loss_gap(one.candidate.layout, job.model.parameters) for one in (choice, now))
+    return AS_NOW if then == before else f"{100 * (then - before):+.2f} %"
 
 
 def others(job: Job, plan: Plan, now: Choice) -> Iterator[Choice]:
@@ -77,11 +84,10 @@ def others(job: Job, plan: Plan, now: Choice) -> Iterator[Choice]:
         bits = layout.gradient_bits or 4
         weights = (layout.weight_bits or max(bits, 4)) if layout.zero else 0
         muon = replace(layout, optimizer="Muon", gradient_bits=bits, weight_bits=weights)
-        yield Choice(f"Muon, {bits} bits", _predicted(job, muon), f"as now, in {MUON_STEPS:.0%} of the steps")
+        yield Choice(f"Muon, {bits} bits", _predicted(job, muon), f"{AS_NOW}, in {MUON_STEPS:.0%} of the steps")
     if plan.islands:
         layout = plan.islands[0].layout
-        name = f"{layout.islands} islands, exchange every {layout.sync_every} steps"
-        yield Choice(name, plan.islands[0], f"+{ISLANDS_LOST}")
+        yield Choice(islands(layout.islands, layout.sync_every), plan.islands[0], f"+{ISLANDS_LOST}")
 
 
 def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
@@ -94,8 +100,9 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
         plain = [one for one in plan.fitting if not (one.layout.compressed or one.layout.shard_within)]
         whole = [one for one in plain if one.layout.tensor == one.layout.pipeline == 1]
         best = min(whole or plain or plan.candidates, key=lambda one: one.days)
-        return Choice(f"ZeRO {best.layout.zero}, uncompressed", best)
-    layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf").plain()
+        return Choice(f"{NOW}: ZeRO {best.layout.zero}, uncompressed", best)
+    micros = (setup.micro,) if setup.micro else MICRO_BATCHES
+    layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf", micros).plain()
     written = [
         replace(layout, gradient_bits=setup.gradient_bits, weight_bits=setup.weight_bits, offload=setup.offload)
         for layout in layouts
@@ -107,39 +114,48 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
             f"--config: has no layout of {job.cluster.gpus} GPUs with {job.batch} sequences per step; correct its "
             "parallelism and its train_micro_batch_size_per_gpu, or --gpus and --batch"
         )
-    return _choice("now", min(found, key=lambda one: (one.verdict == "does not fit", one.days)), job)
+    return Choice(NOW, min(found, key=lambda one: (one.verdict == "does not fit", one.days)))
 
 
 def _with_fewer_bits(job: Job, layout: Layout, widths: tuple[int, ...]) -> Iterator[Choice]:
     """Yield the same layout with gradients, and weights if they are sent as well, in fewer bits than now."""
+    sends_weights = layout.zero and not layout.shard_within and not job.model.rank
     for bits in widths:
-        if layout.data > 1 and (bits < layout.gradient_bits or not layout.gradient_bits):
-            sends_weights = layout.zero and not layout.shard_within and not job.model.rank
-            # ZeRO 3 rounds the weights themselves, the others only their changes.
-            weights = (8 if layout.zero == 3 else max(bits, 4)) if sends_weights else 0
-            smaller = replace(layout, gradient_bits=bits, weight_bits=weights)
-            yield _choice(f"the same, {bits} bits", _predicted(job, smaller), job)
+        # ZeRO 3 rounds the weights themselves, the others only their changes.
+        weights = (8 if layout.zero == 3 else max(bits, 4)) if sends_weights else 0
+        smaller = replace(layout, gradient_bits=bits, weight_bits=weights)
+        more = bits > (layout.gradient_bits or bits) or weights > (layout.weight_bits or weights)
+        if layout.data > 1 and smaller != layout and not more:
+            yield Choice(in_bits(bits), _predicted(job, smaller))
 
 
-def _inside_nodes(job: Job, plan: Plan) -> Iterator[Choice]:
+def _inside_nodes(job: Job, plan: Plan, zero: int) -> Iterator[Choice]:
     """Yield the fastest layouts that shard inside nodes, with fewer and fewer bits between them.
 
-    A layout that surely fits into memory is preferred to one that is slightly faster.
+    A layout that surely fits into memory is preferred to one that is slightly faster. Names have the ZeRO stage if it
+    is another one than `zero`, that of now.
     """
-    for bits, name in ((0, ""), (4, ", 4 bits"), (3, ", 3 bits")):
+    for bits in (0, 4, 3):
         fits = (one for one in plan.fitting if one.layout.shard_within and one.layout.gradient_bits == bits)
         best = min(fits, key=lambda fit: fit.days * (1 if fit.verdict == "fits" else 1 + TIE), default=None)
         if best is not None:
-            yield _choice(f"ZeRO {best.layout.zero} inside nodes{name}", best, job)
+            stage = f"ZeRO {best.layout.zero}, " * (best.layout.zero != zero)
+            yield Choice(stage + inside_nodes(bits), best)
 
 
 def _predicted(job: Job, layout: Layout) -> Candidate:
     return job.candidate(job.predictor().predict(layout))
 
 
-def _choice(name: str, candidate: Candidate, job: Job) -> Choice:
-    gap = loss_gap(candidate.layout, job.model.parameters)
-    return Choice(name, candidate, f"+{100 * gap:.2f} %" if gap else "")
+def packing_gain(job: Job, candidate: Candidate) -> float:
+    """Return how many times as many tokens per second would train if documents were packed in place of padded.
+
+    Each micro-batch computes as many tokens as before, in sequences of the documents' length for attention.
+    """
+    layout, length = candidate.layout, job.mean_length
+    packed = replace(layout, micro=max(1, round(layout.micro * job.seq / length)))
+    rate = _predicted(replace(job, seq=length, mean_length=0), packed).prediction.rate
+    return rate / (job.trained * candidate.prediction.rate)
 
 
 def better_batch(job: Job, plan: Plan) -> tuple[int, float] | None:

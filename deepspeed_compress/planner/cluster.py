@@ -5,60 +5,88 @@ import re
 from dataclasses import dataclass, replace
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.gpus import Constants, Gpu, find_gpu
+from deepspeed_compress.planner.gpus import GPUS, Constants, Gpu, find_gpu, worst_of
 
 MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal nodes with equal GPUs.
+    """Nodes with equally many GPUs and equal networks.
 
     Attributes:
-        gpu: Type of all GPUs.
+        gpu: Type of all GPUs; for several kinds, one with the worst figures of them.
         gpus: Number of GPUs.
         per_node: GPUs in a node, which share the node's network.
         network: Bytes per second, in each direction, of all network cards of a node together.
+        kinds: Kinds of GPUs with their numbers, if there are several.
     """
 
     gpu: Gpu
     gpus: int
     per_node: int
     network: float
+    kinds: tuple[tuple[Gpu, int], ...] = ()
 
     @property
     def nodes(self) -> int:
         """Number of nodes."""
         return -(-self.gpus // self.per_node)
 
+    @property
+    def peak(self) -> float:
+        """Operations per second of all GPUs together."""
+        return sum(count * gpu.peak for gpu, count in self.kinds or ((self.gpu, self.gpus),))
+
     def __str__(self) -> str:
+        kinds = " + ".join(f"{count:,} {gpu.name}" for gpu, count in self.kinds or ((self.gpu, self.gpus),))
         nodes = f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.per_node}"
         network = f", {self.network * 8e-9:g} Gbit/s per node" if self.nodes > 1 else ""
-        return f"{self.gpus:,} {self.gpu.name} in {nodes}{network}"
+        return f"{kinds} in {nodes}{network}"
 
 
 def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluster:
     """Return the cluster that options describe.
 
     Args:
-        gpus: Number and type, such as "64xH100", or nodes, GPUs of each, and type, such as "8x8xH100".
+        gpus: Number and type, such as "64xH100"; nodes, GPUs of each, and type, such as "8x8xH100"; or several of
+            these, such as "8xA100+8xL4".
         network: Rate of a node, such as "100gbit" or "100gbit/node"; of its cards, "8x200gbit"; or of one card for each
             GPU, "200gbit/gpu".
         per_node: GPUs in a node, or None for the usual number of this type, at most all.
 
     Raises:
-        ConfigError: A text cannot be read, or the GPUs do not fill whole nodes.
+        ConfigError: A text cannot be read, the GPUs do not fill whole nodes, or nodes differ in their number.
     """
-    nodes = re.fullmatch(r"([0-9]{1,6})\s*[xX]\s*([0-9]{1,3})\s*[xX]\s*(.+)", gpus.strip())
+    counts: dict[str, int] = {}
+    sizes: dict[int, str] = {}
+    for text in gpus.split("+"):
+        gpu, count, size = _read_kind(text.strip(), per_node)
+        counts[gpu.name] = counts.get(gpu.name, 0) + count
+        sizes[size] = gpu.name
+    if len(sizes) > 1:
+        found = " and ".join(f"{size} {name}" for size, name in sizes.items())
+        raise ConfigError(
+            f"--gpus: {gpus} has nodes of {found} (allowed: equally many in all nodes); write --gpus-per-node "
+            f"{math.gcd(*counts.values())}, for example"
+        )
+    kinds = tuple((GPUS[name], count) for name, count in counts.items())
+    worst, total = worst_of([gpu for gpu, _ in kinds]), sum(counts.values())
+    return Cluster(worst, total, size, read_network(network, size), kinds if len(kinds) > 1 else ())
+
+
+def _read_kind(text: str, per_node: int | None) -> tuple[Gpu, int, int]:
+    """Return the type of GPUs, their number, and that of a node."""
+    nodes = re.fullmatch(r"([0-9]{1,6})\s*[xX]\s*([0-9]{1,3})\s*[xX]\s*(.+)", text)
     if nodes and per_node:
-        raise ConfigError(f"--gpus-per-node: --gpus {gpus} says it, too; leave it out, or write --gpus 64xH100")
+        raise ConfigError(f"--gpus-per-node: --gpus {text} says it, too; leave it out, or write --gpus 64xH100")
     if nodes:
-        gpus, per_node = f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}", int(nodes[2])
-    match = re.fullmatch(r"([0-9][0-9,_]{0,9})\s*[xX]\s*(.+)", gpus.strip())
+        text, per_node = f"{int(nodes[1]) * int(nodes[2])}x{nodes[3]}", int(nodes[2])
+    match = re.fullmatch(r"([0-9][0-9,_]{0,9})\s*[xX]\s*(.+)", text)
     count = int(re.sub("[,_]", "", match[1])) if match else 0
     if match is None or not 0 < count <= MOST_GPUS:
         raise ConfigError(
-            f"--gpus: {gpus!r} is not a number from 1 to {MOST_GPUS:,} and a type; write 64xH100, for example"
+            f"--gpus: {text!r} is not a number from 1 to {MOST_GPUS:,} and a type; write 64xH100, for example"
         )
     gpu = find_gpu(match[2])
     size = min(per_node or gpu.per_node, count)
@@ -67,7 +95,7 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
             f"--gpus: {count} GPUs do not fill nodes of {size} (allowed: multiples of {size}); write another number, "
             "or --gpus-per-node N"
         )
-    return Cluster(gpu, count, size, read_network(network, size))
+    return gpu, count, size
 
 
 _UNITS = {"m": 1e6, "g": 1e9, "t": 1e12}

@@ -31,7 +31,7 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     section: dict[str, Any] = {"parallelism": _parallelism(layout), "gradients": _gradients(layout, cluster)}
     if layout.weight_bits:
         section["weights"] = {"method": "blockwise", "bits": layout.weight_bits}
-        if layout.zero < 3 and layout.pipeline == 1 and layout.offload == "none":
+        if layout.zero < 3 and layout.pipeline == 1:
             section["weights"]["overlap"] = True
     if layout.islands > 1:
         section["islands"] = {

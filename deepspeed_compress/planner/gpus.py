@@ -4,8 +4,8 @@ The first four constants were fitted to published training steps by `launch/stud
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from deepspeed_compress.errors import ConfigError
@@ -234,3 +234,28 @@ def _names(gpu: Gpu) -> tuple[str, ...]:
 def _has_memory(gpu: Gpu, sizes: list[int]) -> bool:
     """Return True if the memory of a GPU is as large as its name says, if that says anything."""
     return all(abs(gpu.memory - size * _GIB) < 0.1 * size * _GIB for size in sizes)
+
+
+def worst_of(gpus: Sequence[Gpu]) -> Gpu:
+    """Return a GPU with the worst figures of all, because each part of a step lasts as long as on the slowest of them.
+
+    Raises:
+        ConfigError: Their libraries of collectives cannot talk to each other.
+    """
+    slowest = min(gpus, key=lambda gpu: gpu.matmul_rate(Constants()))
+    if len({(gpu.backend, gpu.link == "xGMI") for gpu in gpus}) > 1:
+        raise ConfigError(
+            f"--gpus: {' and '.join(gpu.name for gpu in gpus)} have no common library of collectives (NCCL, RCCL, "
+            "gloo); write those of one vendor"
+        )
+    link = min(gpus, key=lambda gpu: gpu.link_rate)
+    return replace(
+        slowest,
+        name=" + ".join(gpu.name for gpu in gpus),
+        memory_rate=min(gpu.memory_rate for gpu in gpus),
+        memory=min(gpu.memory for gpu in gpus),
+        link_rate=link.link_rate,
+        link=link.link,
+        # All have fp16, but not all have bf16.
+        precision=next((gpu.precision for gpu in gpus if gpu.precision == "fp16"), slowest.precision),
+    )

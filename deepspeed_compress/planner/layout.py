@@ -188,6 +188,7 @@ class Layouts:
         batch: Sequences of a step.
         engine: Program that starts the layouts.
         is_trainer: Whether the program is Hugging Face's Trainer.
+        micros: Sequences of a micro-batch that are tried.
         refused: Number of refused divisions by reason, counted while they are enumerated.
     """
 
@@ -196,6 +197,7 @@ class Layouts:
     batch: int
     engine: Engine = "deepspeed"
     is_trainer: bool = False
+    micros: tuple[int, ...] = MICRO_BATCHES
     refused: Counter[str] = field(default_factory=Counter)
 
     def plain(self) -> Iterator[Layout]:
@@ -245,7 +247,7 @@ class Layouts:
 
     def _batches(self, tensor: int, pipeline: int) -> Iterator[Layout]:
         data = self.cluster.gpus // tensor // pipeline
-        for micro in MICRO_BATCHES:
+        for micro in self.micros:
             if self.batch % (data * micro):
                 continue
             count = self.batch // (data * micro)

@@ -88,7 +88,8 @@ class Job:
     """Job that is planned: a model, a cluster, a batch of sequences, and the tokens of the run.
 
     `constants` are those of the prediction, fitted to published runs or to measurements on this cluster, and
-    `corrections` the errors that are left for layouts of measured kinds.
+    `corrections` the errors that are left for layouts of measured kinds. If documents are padded to `seq` tokens,
+    `mean_length` is their mean length, else 0.
     """
 
     cluster: Cluster
@@ -99,6 +100,12 @@ class Job:
     tokens: float
     constants: Constants = field(default_factory=Constants)
     corrections: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
+    mean_length: int = 0
+
+    @property
+    def trained(self) -> float:
+        """Share of the computed tokens that train; the others are padding."""
+        return self.mean_length / self.seq if self.mean_length else 1.0
 
     @property
     def engine(self) -> Engine:
@@ -114,7 +121,7 @@ class Job:
         gap = loss_gap(prediction.layout, self.model.parameters)
         extra = extra_tokens(gap, self.model.parameters, self.tokens)
         steps = MUON_STEPS if prediction.layout.optimizer == "Muon" else 1.0
-        days = steps * self.tokens * (1 + extra) / prediction.rate / _DAY
+        days = steps * self.tokens * (1 + extra) / (self.trained * prediction.rate) / _DAY
         return Candidate(prediction, extra, days, prediction.memory.verdict(self.cluster.gpu.memory))
 
     def outside(self, layout: Layout) -> Iterator[str]:

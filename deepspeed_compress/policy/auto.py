@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from deepspeed_compress.choice_names import NOW, TIMES
 from deepspeed_compress.config import CompressConfig, brief
 from deepspeed_compress.config.places import NoneGradients
+from deepspeed_compress.config.schedules import choice_name
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.decider import Decider, StepPlan
 
@@ -57,7 +59,7 @@ class AutoChoice(Decider):
     def __init__(self, config: CompressConfig, record: Callable[[Event], None]) -> None:
         assert config.auto is not None
         self._config, self._record = config.auto, record
-        self._compressed = brief(config.gradients)
+        self._compressed, self._name = brief(config.gradients), choice_name(config.gradients)
         self._compared = config.model_dump(mode="json", include={"gradients", "weights"})
         """Settings that are compared with uncompressed steps, as plain data for JSON."""
         self._interval = _INTERVAL
@@ -170,8 +172,8 @@ class AutoChoice(Decider):
             self._chosen_ms = ours if self._compresses else theirs
             evidence = {"uncompressed_ms": theirs, "compressed_ms": ours, "pairs": len(pairs), "faster": faster}
             reason = (
-                f"compressed steps take {ours:.0f} ms, uncompressed ones {theirs:.0f} ms; compressed ones were faster "
-                f"in {faster} of {len(pairs)} pairs, so "
+                f'{NOW} (uncompressed), a step takes {theirs:.0f} ms; "{self._name}" takes {ours:.0f} ms, '
+                f"{theirs / ours:.2g} {TIMES}, and was faster in {faster} of {len(pairs)} pairs, so "
                 f"{'compression stays' if self._compresses else 'this run continues uncompressed'}"
             )
         self._steps, self._pairs, self._alike = 0, [], 0

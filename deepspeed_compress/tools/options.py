@@ -143,7 +143,10 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster = add_subcommand(subjects, "cluster", "tools.plan_cluster:run", what, examples)
     what = "config.json of the model, a directory with one, or a usual size: 0.5B, 1B, 3B, 7B, 8B, 13B, 14B, 32B, 70B"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR|SIZE", help=what)
-    what = "GPUs, such as 64xH100 or 8x8xH100 (default: those of the launcher, a hostfile, Slurm, or this machine)"
+    what = (
+        "GPUs, such as 64xH100, 8x8xH100 or 8xA100+8xL4 (default: those of the launcher, a hostfile, Slurm, or this "
+        "machine)"
+    )
     cluster.add_argument("--gpus", metavar="NxTYPE", help=what)
     what = "hostfile of DeepSpeed with the nodes to count (default: /job/hostfile, if it exists)"
     cluster.add_argument("--hostfile", type=Path, metavar="FILE", help=what)
@@ -158,6 +161,8 @@ def _add_cluster_arguments(subjects: Any) -> None:
     cluster.add_argument("--batch", metavar="BATCH", help=what)
     what = "tokens of a sequence (default: 2048, or what the model takes)"
     cluster.add_argument("--seq", type=positive_integer, metavar="N", help=what)
+    what = "mean tokens of a document, if documents are padded to --seq now: shows what packing them would gain"
+    cluster.add_argument("--mean-length", type=positive_integer, metavar="N", help=what)
     what = "tokens of the whole run, such as 300B (default: 20 for each trained parameter)"
     cluster.add_argument("--tokens", metavar="N", help=what)
     what = "train adapters of this rank on all matrices of the layers, and freeze the model (LoRA)"

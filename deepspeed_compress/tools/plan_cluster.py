@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     setup = None if options.config is None else read_setup(options.config, job.cluster.per_node)
     plan, measured = _search(job), None
     if options.measure is not None or (has_ranks(options.emulate) and options.constants is None):
-        with find_measuring_ranks(options.emulate, options.timeout, job.cluster.gpus) as ranks:
+        with find_measuring_ranks(options.emulate, options.timeout, job.cluster) as ranks:
             measured = _measure(ranks, plan, job, setup, options)
         if not ranks.is_first:
             return 0
@@ -129,7 +129,7 @@ _UNSET = "is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS $0 (N
 def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
     """Write ds_config.json and launch.sh of a layout."""
     directory: Path = options.output
-    layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq)))
+    layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq * job.trained)))
     is_trainer = options.software == "hf"
     start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, options.hostfile).command()
     directory.mkdir(parents=True, exist_ok=True)

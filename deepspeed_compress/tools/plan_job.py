@@ -41,11 +41,17 @@ def read_job(options: argparse.Namespace) -> Job:
             f"--seq: {seq} tokens are more than the {model.longest} positions of {options.model}; write fewer, "
             "or change the model"
         )
+    if options.mean_length and options.mean_length > seq:
+        raise ConfigError(
+            f"--mean-length: {options.mean_length} tokens are more than the {seq} of --seq to which documents are "
+            "padded; write fewer, or a larger --seq"
+        )
     cluster = _cluster(options)
     batch = _batch(options, seq, cluster)
     tokens = read_count(options.tokens) if options.tokens else 20.0 * model.trained_parameters
     constants = read_constants(options.constants, cluster.gpu.name) if options.constants else Constants()
-    return Job(cluster, model, SOFTWARE[options.software], seq, batch, tokens, constants)
+    software, length = SOFTWARE[options.software], options.mean_length or 0
+    return Job(cluster, model, software, seq, batch, tokens, constants, mean_length=length)
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
@@ -143,6 +149,9 @@ def read_count(text: str) -> float:
     return number
 
 
+_MIXED = "several kinds of GPUs are not measured; leave out --measure, --constants and the launcher"
+
+
 def check_options(options: argparse.Namespace, job: Job) -> None:
     """Check the combination of options.
 
@@ -151,6 +160,7 @@ def check_options(options: argparse.Namespace, job: Job) -> None:
     """
     measures, writes, is_path = options.measure is not None, options.output is not None, options.model.exists()
     adapts, software, plain = job.model.rank > 0, options.software, options.software == "deepspeed"
+    mixed = len(job.cluster.kinds) > 1
     conflicts: tuple[tuple[object, str], ...] = (
         (options.config and (options.all or measures), "--config: is for the table of choices; leave it out"),
         (options.choose and not writes, "--choose: is for the files of a row; write --output DIR, too"),
@@ -158,6 +168,7 @@ def check_options(options: argparse.Namespace, job: Job) -> None:
         (writes and plain and not is_path, "--output: launch/train_gpt.py needs a config.json; write it as --model"),
         (measures and not is_path, "--measure: trains the model of a config.json; write its path as --model"),
         (measures and not plain, f"--measure: takes steps of --software deepspeed, not {software}; leave one out"),
+        (mixed and (measures or options.constants or "RANK" in os.environ), f"--gpus: {_MIXED}"),
         (options.base_bits and not adapts, "--base-bits: only LoRA leaves the model frozen; write --lora-rank, too"),
         (adapts and writes and plain, "--output: launch/train_gpt.py trains all parameters; write --software hf"),
     )

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rich.progress import Progress
 
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.planner.choices import Choice
+from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.compute import matrix_products
 from deepspeed_compress.planner.files import ds_config
 from deepspeed_compress.planner.layout import Layout
@@ -67,17 +69,24 @@ COMPRESSED_BITS = 4
 
 
 @contextmanager
-def find_measuring_ranks(emulation: Emulation | None, timeout: float, gpus: int) -> Iterator[JobRanks]:
-    """Yield the `gpus` ranks that measure.
+def find_measuring_ranks(emulation: Emulation | None, timeout: float, cluster: Cluster) -> Iterator[JobRanks]:
+    """Yield the ranks of `cluster`, which measure.
 
     Raises:
-        ConfigError: There are none, or not as many.
+        ConfigError: There are none, not as many as GPUs, or they have different kinds of GPUs.
     """
     with find_ranks(emulation, timeout, "plan cluster") as ranks:
-        if ranks.count != gpus:
+        if ranks.count != cluster.gpus:
             raise ConfigError(
-                f"--gpus: {gpus} GPUs differ from the {ranks.count} processes of the launcher; start one for each GPU, "
-                "or change --gpus"
+                f"--gpus: {cluster.gpus} GPUs differ from the {ranks.count} processes of the launcher; start one for "
+                "each GPU, or change --gpus"
+            )
+        kinds = Counter(ranks.gather(cluster.gpu.name))
+        if len(kinds) > 1:
+            found = "+".join(f"{count}x{name}" for name, count in kinds.items())
+            raise ConfigError(
+                f"--gpus: ranks have several kinds of GPUs, which are not measured; write --gpus {found}, without a "
+                "launcher"
             )
         yield ranks
 
@@ -122,7 +131,7 @@ def _step_jobs(
             file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
             sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0, "lora_rank": job.model.rank}
             [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
-            steps = group.to_job({ranks.rates[0]: effort.count(layout, job)})
+            steps = group.to_job({ranks.rates[0]: effort.count(layout, job)}, bare=False)
             by_division.setdefault(_division(layout), []).append(steps)
     return list(by_division.values())
 

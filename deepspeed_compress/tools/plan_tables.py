@@ -2,12 +2,14 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
+from deepspeed_compress.choice_names import LOSS, TIMES
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.planner.choices import FASTER, Choice, better_batch
+from deepspeed_compress.planner.choices import FASTER, Choice, better_batch, packing_gain
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Measured
+from deepspeed_compress.planner.mixed import Division, divide, fastest_alone
 from deepspeed_compress.planner.predict import Prediction
-from deepspeed_compress.planner.search import ISLANDS_LOST, MEASURED, Candidate, Job, Plan, critical_batch
+from deepspeed_compress.planner.search import ISLANDS_LOST, MEASURED, TIE, Candidate, Job, Plan, critical_batch
 from deepspeed_compress.tools.tables import new_console, new_table, print_table
 
 SHOWN, APART = 10, 3
@@ -43,9 +45,10 @@ def _blocks(plan: Plan) -> tuple[tuple[str, tuple[Candidate, ...], int], ...]:
 
 def _title(job: Job) -> str:
     trained = f" ({short(job.model.trained_parameters)} of them in adapters)" if job.model.rank else ""
+    padded = f" ({job.mean_length} of them in documents)" if job.mean_length else ""
     return (
         f"{job.model.name}, {short(job.model.parameters)} parameters{trained}, on {job.cluster}\n"
-        f"{sequences(job)} of {job.seq} tokens per step, {short(job.tokens)} tokens in all"
+        f"{sequences(job)} of {job.seq} tokens{padded} per step, {short(job.tokens)} tokens in all"
     )
 
 
@@ -62,7 +65,7 @@ def _cells(candidate: Candidate, plan: Plan, job: Job, measured: Measured | None
         f"{tie}{candidate.layout}",
         f"{prediction.seconds:.3g} ({low:.3g}-{high:.3g})",
         *([] if measured is None else [_seconds_of(candidate.layout, measured)]),
-        f"{prediction.rate:,.0f}",
+        f"{job.trained * prediction.rate:,.0f}",
         _memory(candidate),
         _sent(candidate, job),
         f"{candidate.days:.3g}",
@@ -128,7 +131,7 @@ def _doubts(plan: Plan, job: Job) -> Iterator[str]:
     if better is not None:
         yield f"With {better[0]} sequences per step, {better[1]:.0%} more tokens would be trained per second."
     limit = critical_batch(job.tokens)
-    if job.batch * job.seq > limit:
+    if job.batch * job.seq * job.trained > limit:
         yield f"The batch exceeds the critical one of about {short(limit)} tokens, so the run needs more tokens."
     outside = list(job.outside(plan.candidates[0].layout))
     if outside:
@@ -139,8 +142,8 @@ def print_choices(
     found: Sequence[Choice], others: Sequence[Choice], plan: Plan, job: Job, measured: Measured | None
 ) -> None:
     """Print what one can choose from, first what runs now, and below a line what changes training (`others`)."""
-    columns = ("", "", "step in s (80 %)", "times as fast", "days", "memory", "a node sends", "loss")
-    table = new_table(_title(job), columns, ("", "loss"))
+    columns = ("", "", "step in s (80 %)", TIMES, "days", "memory", "a node sends", LOSS)
+    table = new_table(_title(job), columns, ("", LOSS))
     for number, choice in enumerate((*found, *others), 1):
         if number == len(found) + 1:
             table.add_section()
@@ -149,18 +152,18 @@ def print_choices(
     everything = [*found, *others]
     for line in _memory_notes([one.candidate for one in everything]):
         print(line)
-    if any(one.loss for one in everything):
+    if any(" %" in one.loss for one in everything):
         size = "" if job.model.parameters <= MEASURED else ", not at this size"
         print(f"Loss: measured with up to {short(MEASURED)} parameters{size}.")
     if others:
         print("Below the line, training itself changes.")
-    print('Ranges mostly move together, so "times as fast" is more certain than seconds.')
+    print(f'Ranges mostly move together, so "{TIMES}" is more certain than seconds.')
     if measured is not None:
         steps = [f"{step.layout} ({step.seconds:.3g} s)" for step in measured.steps]
         print(f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}.")
     if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
         print("Nothing that trains as now is more than a tenth faster.")
-    for line in _doubts(plan, job):
+    for line in (*_kind_notes(found[0].candidate, plan, job), *_padding_notes(found[0], job), *_doubts(plan, job)):
         print(line)
     print("--choose N --output DIR writes the files of a row, --explain N shows its terms, --all shows other layouts.")
 
@@ -175,8 +178,54 @@ def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:
         f"{candidate.days:.3g}",
         _memory(candidate),
         _sent(candidate, job),
-        choice.loss or "as now",
+        choice.loss,
     )
+
+
+def _kind_notes(now: Candidate, plan: Plan, job: Job) -> Iterator[str]:
+    """Yield which of several kinds of GPUs limits what runs now, and what another division would gain."""
+    alone = fastest_alone(job, plan) if job.cluster.kinds else None
+    if job.cluster.kinds and now.layout.pipeline > 1:
+        yield "All stages of a pipeline are predicted with the worst figures of all kinds of GPUs."
+    elif job.cluster.kinds:
+        division = divide(job, now)
+        slowest, fastest = division.kinds[0], division.kinds[-1]
+        smallest = min((kind.gpu for kind in division.kinds), key=lambda gpu: gpu.memory)
+        yield (
+            f"{slowest.gpu.name} limits computing: it takes {slowest.seconds / fastest.seconds:.2g} times as long as "
+            f"{fastest.gpu.name}. {smallest.name} limits memory to {smallest.memory / 1e9:.0f} GB."
+        )
+        yield from _division_notes(division, now)
+    if alone is not None:
+        yield f"The fastest choice on {alone[1].gpus} {alone[1].gpu.name} alone is {alone[0]:.2g} {TIMES} as on all."
+
+
+def _division_notes(division: Division, now: Candidate) -> Iterator[str]:
+    """Yield the sequences with which all GPUs end together, and how to give them to DeepSpeed."""
+    if division.gain < 1 + TIE:
+        yield "Another division of the batch would gain row 1 less than 5 %."
+        return
+    each = zip(division.sequences, division.kinds, strict=True)
+    shares = ", ".join(f"{sequences:.3g} on {kind.gpu.name}" for sequences, kind in each)
+    replica = "each GPU" if now.layout.tensor == 1 else f"every {now.layout.tensor} GPUs"
+    yield (
+        f"All end together with these sequences per step for {replica}: {shares}. Row 1 is then at most "
+        f"{division.gain:.2g} {TIMES}."
+    )
+    yield (
+        "DeepSpeed divides batches equally. With data loaders of your own, micro-batches may differ if each rank "
+        "multiplies its loss by its sequences x ranks / sequences of all."
+    )
+
+
+def _padding_notes(now: Choice, job: Job) -> Iterator[str]:
+    """Yield what packing documents would gain, if they are padded."""
+    if job.mean_length:
+        gain = packing_gain(job, now.candidate)
+        yield (
+            f"{1 - job.trained:.0%} of the tokens are padding. Packed documents with attention inside each "
+            f"(FlashAttention's varlen kernels) train {gain:.2g} times as many tokens per second in row 1."
+        )
 
 
 def print_refused(plan: Plan) -> None:
@@ -197,7 +246,7 @@ def explain(candidate: Candidate, job: Job) -> None:
     texts = ("resource", "formula", "source")
     columns = ("term", "s", "busy s", "GB of a rank to its node", "GB of a rank to others", *texts)
     print_table(f"{candidate.layout}: {prediction.seconds:.4g} s", columns, rows, ("term", *texts), WIDTH)
-    memory, peak = prediction.memory, job.cluster.gpus * job.cluster.gpu.peak
+    memory, peak = prediction.memory, job.cluster.peak
     kinds = ("states", "activations", "logits", "buffers")
     parts = ", ".join(f"{name} {getattr(memory, name) / 1e9:.1f}" for name in kinds)
     print(f"Memory: {memory.total / 1e9:.1f} GB of {job.cluster.gpu.memory / 1e9:.1f} ({parts}): {candidate.verdict}.")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.choice_names import INSIDE_NODES, THE_SAME
 from deepspeed_compress.planner.choices import Setup, choices
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.gpus import find_gpu
@@ -65,8 +66,8 @@ COLORS: Mapping[str, str] = {
 """Color by what is gained with."""
 _MEANINGS: Mapping[str, str] = {
     "nothing": "leave it as it is",
-    "fewer bits": "the same layout, fewer bits",
-    "inside nodes": "shard inside nodes, fewer bits",
+    "fewer bits": f"{THE_SAME}, fewer bits",
+    "inside nodes": f"{INSIDE_NODES}, fewer bits",
 }
 """Texts of the legend, where they are not the kinds themselves."""
 
@@ -127,8 +128,8 @@ def gain(name: str, gpu: str, nodes: int, rate: float) -> Gain:
     times = now.candidate.days / best.candidate.days
     if times < LEAST:
         return Gain("nothing", now.name, max(1.0, times), now.seconds)
-    kinds = {"the same": "fewer bits", "ZeRO": "inside nodes"}
-    kind = next((kind for start, kind in kinds.items() if best.name.startswith(start)), "another layout")
+    kinds = {THE_SAME: "fewer bits", INSIDE_NODES: "inside nodes"}
+    kind = next((kind for name, kind in kinds.items() if name in best.name), "another layout")
     return Gain(kind, best.name, times, now.seconds)
 
 

@@ -137,6 +137,9 @@ def test_another_gpu_is_not_taken_for_one_of_the_table(text: str) -> None:
         ("8xH100", "8x200gbit/gpu", "--network"),
         ("8xH100", f"{'9' * 400}gbit", "--network"),
         (f"{'9' * 5000}xH100", "1gbit", "--gpus"),
+        ("8xA100+4xL4", "1gbit", "nodes of 8 A100-80 and 4 L4"),
+        ("8xA100+8xMI300X", "1gbit", "no common library"),
+        ("8xA100+", "1gbit", "--gpus: ''"),
     ],
 )
 def test_wrong_clusters_are_named(gpus: str, network: str, named: str) -> None:

@@ -37,15 +37,16 @@ MTU = 1500
 
 @dataclass(frozen=True)
 class Run:
-    """Outcome of all processes, in order of rank. `failure` is None if all exit codes are 0."""
+    """Outcome of all started processes, in order of rank. `failure` is None if all exit codes are 0."""
 
     outputs: tuple[str, ...]
     seconds: float
     failure: str | None
+    ranks: tuple[int, ...]
 
     def print_ends(self) -> None:
         """Print the last lines of every process to stderr."""
-        for rank, output in enumerate(self.outputs):
+        for rank, output in zip(self.ranks, self.outputs, strict=True):
             print(f"--- rank {rank}, last lines\n{output[-2000:]}", file=sys.stderr)
 
 
@@ -120,21 +121,24 @@ class Cluster:
         environment: Mapping[str, str] = MappingProxyType({}),
         timeout: float | None = None,
         on_line: Callable[[str], None] | None = None,
+        forks: bool = False,
     ) -> Run:
         """Run `command` as every rank, each process pinned to one core, until all have ended.
 
         If a process fails, or after `timeout` seconds, all are ended. `on_line` receives each line that rank 0 prints.
+        If the program `forks`, only the first rank of each host is started, and makes the others (`fork_ranks`).
         """
         begin = time.monotonic()
-        processes: list[subprocess.Popen[str]] = []
+        processes: dict[int, subprocess.Popen[str]] = {}
         try:
-            for rank in range(self.hosts * self.per_host):
-                processes.append(self._start(rank, command, environment))
-            readers = [_Reader(process, on_line if rank == 0 else None) for rank, process in enumerate(processes)]
+            for rank in range(0, self.hosts * self.per_host, self.per_host if forks else 1):
+                processes[rank] = self._start(rank, command, environment)
+            readers = {rank: _Reader(process, None if rank else on_line) for rank, process in processes.items()}
             failure = _wait(processes, timeout)
         finally:
-            end_groups(processes)
-        return Run(tuple(reader.text() for reader in readers), time.monotonic() - begin, failure)
+            end_groups([*processes.values()])
+        outputs = tuple(reader.text() for reader in readers.values())
+        return Run(outputs, time.monotonic() - begin, failure, tuple(processes))
 
     def cut(self, host: int) -> None:
         """Take the link of `host` down, as if its cable were unplugged. Its processes continue to run."""
@@ -184,6 +188,30 @@ class Cluster:
         return ranks | local | threads | offline
 
 
+def fork_ranks() -> list[int]:
+    """Make the other ranks of this host, as copies of this process that share what it has imported.
+
+    Returns:
+        The processes that `wait_for_ranks` waits for; none in a copy.
+    """
+    first, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(os.getppid()))
+    copies = []
+    for local in range(1, int(os.environ["LOCAL_SIZE"])):
+        copies.append(os.fork())
+        if not copies[-1]:
+            os.environ |= {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+            os.sched_setaffinity(0, {cores[(first + local) % len(cores)]})
+            return []
+    return copies
+
+
+def wait_for_ranks(copies: Sequence[int]) -> None:
+    """Wait until the copies of this process have ended, and end with their exit code if one failed."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies]
+    if any(codes):
+        sys.exit(next(filter(None, codes)))
+
+
 class _Reader:
     """Reader that collects the output of a process on a thread, so that its pipe never fills up."""
 
@@ -207,17 +235,21 @@ class _Reader:
         return "".join(self._lines)
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> str | None:
-    """Wait until all processes have ended with 0, one has failed or time is up. Return what went wrong, or None."""
+def _wait(processes: Mapping[int, subprocess.Popen[str]], timeout: float | None) -> str | None:
+    """Wait until the processes of all ranks have ended with 0, one has failed or time is up.
+
+    Returns:
+        What went wrong, or None.
+    """
     deadline = time.monotonic() + (timeout or float("inf"))
-    while any(process.poll() is None for process in processes):
-        if failed := [rank for rank, process in enumerate(processes) if process.poll()]:
+    while any(process.poll() is None for process in processes.values()):
+        if failed := [rank for rank, process in processes.items() if process.poll()]:
             time.sleep(2)  # the others may still print related errors
             return f"rank {failed[0]} ended with {processes[failed[0]].returncode}"
         if time.monotonic() > deadline:
             return f"not finished after {timeout:.0f} s"
         time.sleep(0.1)
-    codes = [process.returncode for process in processes]
+    codes = [process.returncode for process in processes.values()]
     return f"exit codes {codes}" if any(codes) else None
 
 

@@ -105,6 +105,10 @@ class EmulatedRanks:
         """Return the result of `action`, since this process is not a rank."""
         return action()
 
+    def gather(self, mine: T) -> list[T]:
+        """Return `mine`, which is that of all ranks."""
+        return [mine]
+
     def run(self, jobs: Sequence[Row]) -> tuple[list[Row], str | None]:
         """Run `jobs` on every rank.
 
@@ -116,7 +120,7 @@ class EmulatedRanks:
             description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
             description.write_text(json.dumps(jobs), encoding="utf-8")
             command = [sys.executable, "-m", RANK_PROGRAM, str(description), str(result)]
-            run = cluster.run(command, timeout=self.timeout, on_line=_forward_progress)
+            run = cluster.run(command, timeout=self.timeout, on_line=_forward_progress, forks=True)
             rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
         if run.failure is not None:
             run.print_ends()
@@ -149,6 +153,12 @@ class LaunchedRanks:
     def first_only(self, action: Callable[[], T]) -> T:
         """Call `action` on rank 0 only, and return its result on every rank."""
         return self._ranks.first_only(action)
+
+    def gather(self, mine: T) -> list[T]:
+        """Return `mine` of every rank."""
+        from deepspeed_compress.tools.bench import gauges
+
+        return gauges.gather(mine)
 
     def run(self, jobs: Sequence[Row]) -> tuple[list[Row], str | None]:
         """Run `jobs` on every rank. Return their rows on every rank, and None."""

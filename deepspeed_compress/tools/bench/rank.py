@@ -25,6 +25,7 @@ from deepspeed_compress.backends.activations.crossover import measure as measure
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.policy.measurement import fit
 from deepspeed_compress.tools.bench import gauges, kernels, step_rank
+from deepspeed_compress.tools.bench.hosts import fork_ranks, wait_for_ranks
 from deepspeed_compress.tools.bench.jobs import Emit, Log, Row, ignore, print_progress
 from deepspeed_compress.tools.bench.links import set_own_rate
 
@@ -267,11 +268,13 @@ def measure(jobs: Sequence[Row], emit: Emit, log: Log) -> None:
 
 def main() -> None:
     """Join the other hosts and measure the jobs of a file. Rank 0 appends the rows to the result file."""
+    copies = fork_ranks()
     jobs, result = (Path(argument) for argument in sys.argv[1:])
     emit, log = (partial(_append, result), print_progress) if gauges.join().is_first else (ignore, ignore)
     measure(json.loads(jobs.read_text(encoding="utf-8")), emit, log)
     dist.barrier()
     dist.destroy_process_group()
+    wait_for_ranks(copies)
 
 
 def _append(file: Path, row: Row) -> None:

@@ -35,27 +35,35 @@ class Counted:
 def measure(job: Row, emit: Emit, log: Log) -> None:
     """Run the measurement on an emulated host.
 
-    `job` holds a group, the rates, the measured steps at each, and the directory of traces, or None.
+    `job` holds a group, the rates, the measured steps at each, the directory of traces, or None, and whether the bare
+    model is measured, too.
     """
     steps, traces = dict(zip(job["rates"], job["steps"], strict=True)), job["traces"]
-    measure_group(Group.from_json(job["group"]), steps, emit, log, Path(traces) if traces else None)
+    group, directory = Group.from_json(job["group"]), Path(traces) if traces else None
+    measure_group(group, steps, emit, log, directory, bare=job["bare"])
 
 
 def measure_group(
-    group: Group, steps: Mapping[str | None, int], emit: Emit, log: Log, traces: Path | None = None
+    group: Group,
+    steps: Mapping[str | None, int],
+    emit: Emit,
+    log: Log,
+    traces: Path | None = None,
+    *,
+    bare: bool = True,
 ) -> None:
     """Measure every contender at each rate with the given number of steps. A rate of None leaves the link as it is.
 
     If `traces` is a directory, rank 0 writes a trace of another step there.
     """
-    log("compute only")
-    alone = _compute_only(group.workload, max(steps.values()))
+    alone = _compute_only(group.workload, max(steps.values()), log) if bare else {}
     for contender in group.contenders:
         for row in _measure(group.workload, contender, steps, log, traces):
             emit({"workload": asdict(group.workload), "contender": asdict(contender)} | alone | row)
 
 
-def _compute_only(workload: Workload, count: int) -> Row:
+def _compute_only(workload: Workload, count: int, log: Log) -> Row:
+    log("compute only")
     _step_of(workload, compute_only(workload))()  # memory that is loaded only once does not belong to any contender
     peak = gauges.Peak()
     system = compute_only(workload)

@@ -84,10 +84,17 @@ class Group:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_job(self, steps: Mapping[str | None, int], traces: Path | None = None) -> dict[str, Any]:
-        """Return the job of `step_rank`: the measured steps at each rate, and the directory of traces, if any."""
+    def to_job(self, steps: Mapping[str | None, int], traces: Path | None = None, bare: bool = True) -> dict[str, Any]:
+        """Return the job of `step_rank`.
+
+        Args:
+            steps: Measured steps at each rate.
+            traces: Directory of traces, if any.
+            bare: Whether the bare model is measured, too.
+        """
         directory, counts = str(traces.absolute()) if traces else None, list(steps.values())
-        return {"measure": "steps", "group": self.to_json(), "rates": list(steps), "steps": counts, "traces": directory}
+        settings = {"rates": list(steps), "steps": counts, "traces": directory, "bare": bare}
+        return {"measure": "steps", "group": self.to_json(), **settings}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Group":

@@ -5,6 +5,7 @@ A diagnosis has the findings, the rules that were checked, and those that lack d
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from deepspeed_compress.choice_names import TIMES
 from deepspeed_compress.config.loading import MASK
 from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.config.section import find_problems
@@ -27,6 +29,7 @@ from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.outputs import plural
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 from deepspeed_compress.tools.outputs.report import printable
+from deepspeed_compress.tools.plan_job import read_setup
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
     unchecked = tuple((rule, tuple(map(_described, needs))) for rule, needs in lacking if needs)
     found = [rule.attribute(one) for rule in checked for one in rule.check(case)]
     found.sort(key=lambda one: (SEVERITIES.index(one.severity), -one.weight))
-    return Diagnosis(case, tuple(_with_valid_patch(case, one) for one in found), checked, unchecked)
+    found = [_with_prediction(case, _with_valid_patch(case, one)) for one in found]
+    return Diagnosis(case, tuple(found), checked, unchecked)
 
 
 def _described(need: str) -> str:
@@ -66,6 +70,31 @@ def _with_valid_patch(case: Case, one: Diagnostic) -> Diagnostic:
         return one
     reason = f"There is no patch, because the patched configuration would be invalid: {problems[0]}"
     return replace(one, patch=None, remedy=f"{one.remedy} {reason}")
+
+
+_PREDICTED = frozenset(
+    {
+        "communication-bound",
+        "compression-does-not-pay",
+        "frozen-weights-gathered",
+        "no-ratio",
+        "weights-uncompressed",
+    }
+)
+"""Findings for which `plan cluster` predicts what each remedy gains."""
+
+
+def _with_prediction(case: Case, one: Diagnostic) -> Diagnostic:
+    """Return the finding with the command that predicts the gains of choices, if it takes the run's configuration."""
+    file = case.run.config_file
+    if one.name not in _PREDICTED or file is None:
+        return one
+    try:
+        read_setup(file, 1)
+    except ConfigError:
+        return one
+    command = shlex.join(["ds-compress", "plan", "cluster", "--model", "MODEL", "--config", str(file)])
+    return replace(one, remedy=f"{one.remedy} On the cluster, `{command}` predicts how many {TIMES} each choice is.")
 
 
 def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:

@@ -18,10 +18,12 @@ from deepspeed_compress.collectives import weight_reduction
 from deepspeed_compress.collectives.gather import DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, make_engine, pipeline, train_on
+from tests.support.methods import OFFLOAD
 
 SAMPLED = pytest.mark.sampled(8)
 
 WIDTH, STEPS = 12, 5
+OWN_ADAM = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
 
 class Block(nn.Module):
@@ -129,7 +131,7 @@ def train(engine: Any, rank: int, between: Callable[[Any, Tensor], Any], micro_s
     return [*found, state(engine, x)]
 
 
-def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) -> Any:
+def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool, offloads: bool = False) -> Any:
     model = Layers()
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if groups:
@@ -138,11 +140,12 @@ def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) 
             {"params": [parameter for parameter in parameters if parameter.ndim == 2]},
             {"params": flat, "weight_decay": 0.0},
         ]
-    config = Job(stage, given, accumulation=micro_steps).config()
+    zero, extra = (OFFLOAD, OWN_ADAM) if offloads else ({}, {})
+    config = Job(stage, given, zero, extra, accumulation=micro_steps).config()
     return make_engine(model, config, parameters)
 
 
-def compare(rank: int, stage: int, ownership: str, name: str) -> bool:
+def compare(rank: int, stage: int, ownership: str, name: str, offloads: bool = False) -> bool:
     """Return True if the results of a program are the same with and without overlap.
 
     Messages have 64 elements, so there are many rounds.
@@ -150,7 +153,7 @@ def compare(rank: int, stage: int, ownership: str, name: str) -> bool:
     weight_reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
     seen, number = [], list(BETWEEN).index(name)
     for overlap in (False, True):
-        engine = start(stage, section(overlap, ownership=ownership), 1 + number % 2, bool(number % 3))
+        engine = start(stage, section(overlap, ownership=ownership), 1 + number % 2, bool(number % 3), offloads)
         seen.append(train(engine, rank, BETWEEN[name], 1 + number % 2))
         engine.destroy()
     return seen[0] == seen[1]
@@ -273,6 +276,11 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(("stage", "ownership"), [(1, "contiguous"), (2, "balanced")])
 def test_bits_are_those_of_waiting(stage: int, ownership: str, name: str) -> None:
     assert run_forks(2, compare, stage, ownership, name) == [True] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bits_are_those_of_waiting_with_optimizer_states_on_the_host(stage: int) -> None:
+    assert run_forks(2, compare, stage, "contiguous", "state", True) == [True] * 2
 
 
 def stale(rank: int) -> list[bool]:

@@ -102,6 +102,27 @@ def test_ranks_share_the_address_of_their_host() -> None:
     ]
 
 
+FORKING = """
+import os, sys
+from deepspeed_compress.tools.bench.hosts import fork_ranks, wait_for_ranks
+copies = fork_ranks()
+rank = os.environ["RANK"]
+os.write(1, f"{rank} {os.environ['LOCAL_RANK']} {len(os.sched_getaffinity(0))}\\n".encode())
+if rank == sys.argv[1]:
+    os._exit(3)
+wait_for_ranks(copies)
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize(("failing", "failure"), [("none", None), ("3", "rank 2 ended with 3")])
+def test_a_program_makes_the_other_ranks_of_its_host(failing: str, failure: str | None) -> None:
+    with Cluster(2, per_host=2) as cluster:
+        run = cluster.run([sys.executable, "-c", FORKING, failing], timeout=300, forks=True)
+    assert run.failure == failure
+    assert [sorted(output.splitlines()) for output in run.outputs] == [["0 0 1", "1 1 1"], ["2 0 1", "3 1 1"]]
+
+
 @measures_links
 def test_a_link_carries_its_rate() -> None:
     """Other work on the machine may disturb a measurement, but hardly three."""

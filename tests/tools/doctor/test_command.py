@@ -150,3 +150,16 @@ def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFi
     (run / "ds_config.json").write_text(json.dumps({**config, "comet": {"api_key": "***"}}))
     assert main(["doctor", str(run), "--apply", str(tmp_path / "new.json")]) == 1
     assert 'replace "***" by your secrets' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "is_predicted"), [("dense-weights", True), ("half-dense", False)])
+def test_remedies_name_the_command_that_predicts_them(
+    name: str, is_predicted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the run's own configuration, unless it has settings that are not predicted, such as topk."""
+    assert main(["doctor", str(RUNS / name), "--json"]) == 1
+    remedy = json.loads(capsys.readouterr().out)["findings"][0]["remedy"]
+    command = f"ds-compress plan cluster --model MODEL --config {RUNS / name / 'ds_config.json'}"
+    assert (command in remedy) == is_predicted
+    given = ["--config", str(RUNS / name / "ds_config.json"), "--gpus", "16xA100", "--network", "10gbit"]
+    assert main(["plan", "cluster", "--model", "1B", *given]) == int(not is_predicted)

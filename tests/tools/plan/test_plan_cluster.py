@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -123,6 +124,24 @@ def test_a_better_batch_is_named(model: str, capsys: pytest.CaptureFixture[str])
     assert "With 1024 sequences per step, " in capsys.readouterr().out
 
 
+def test_the_limiting_kind_of_gpus_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpus", "8xA100+8xL4") == 0
+    out = capsys.readouterr().out
+    assert "on 8 A100-80 + 8 L4 in 2 nodes of 8" in out
+    assert re.search(
+        r"^L4 limits computing: it takes [\d.]+ times as long as A100-80. L4 limits memory to 24 GB", out, re.M
+    )
+    assert re.search(r"for each GPU: [\d.]+ on L4, [\d.]+ on A100-80. Row 1 is then at most [\d.]+ times as fast", out)
+    assert re.search(r"The fastest choice on 8 A100-80 alone is [\d.]+ times as fast as on all", out)
+
+
+def test_a_mean_length_shows_what_packing_gains(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--mean-length", "512") == 0
+    out = capsys.readouterr().out
+    assert "256 sequences of 2048 tokens (512 of them in documents) per step" in out
+    assert re.search(r"^75% of the tokens are padding. .* train 4[.\d]* times as many tokens per second", out, re.M)
+
+
 def test_the_best_layouts_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--all") == 0
     out = capsys.readouterr().out
@@ -180,6 +199,8 @@ def test_a_model_that_fits_nowhere_is_refused(model: str, capsys: pytest.Capture
         (("--batch", "3"), "--batch: deepspeed has no layout"),
         (("--hostfile", "hostfile"), "--hostfile: says how many GPUs there are"),
         (("--gpus", "2x8xA100", "--gpus-per-node", "4"), "--gpus-per-node: --gpus 2x8xA100 says it, too"),
+        (("--gpus", "8xA100+8xL4", "--measure", "measured.json"), "--gpus: several kinds of GPUs are not measured"),
+        (("--mean-length", "4096"), "--mean-length: 4096 tokens are more than the 2048 of --seq"),
         (("--seq", "8192"), "--seq: 8192 tokens are more than the 4096 positions"),
         (("--batch", "9" * 400), "--batch: "),
         (("--tokens", "9" * 400), "--tokens: "),

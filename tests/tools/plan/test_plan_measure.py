@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.errors import CompressError
-from deepspeed_compress.planner.cluster import read_cluster
+from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.planner.cluster import Cluster, read_cluster
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import MeasuredProbe, ObservedStep, Probe, Step
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.tools import plan_cluster
+from deepspeed_compress.tools import plan_cluster, plan_measure
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import BRIEF, differing, measure
+from deepspeed_compress.tools.plan_measure import BRIEF, differing, find_measuring_ranks, measure
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -66,7 +66,7 @@ def plan(*more: str) -> int:
 def exact_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the ranks of `--measure`."""
 
-    def find(emulation: Emulation, timeout: float, gpus: int) -> ExactRanks:
+    def find(emulation: Emulation, timeout: float, cluster: Cluster) -> ExactRanks:
         layouts = {str(one.layout): one.layout for one in search(jobs[-1]).fitting}
         return ExactRanks(emulation, timeout, jobs[-1], layouts)
 
@@ -145,6 +145,22 @@ def test_layouts_that_are_measured_differ() -> None:
     found = list(differing(search(JOB), EmulatedRanks(Emulation(2, ("100mbit",), 2), 10.0)))
     assert len({(one.tensor, one.pipeline, one.zero) for one in found}) == len(found) == 3
     assert all(one.islands == 1 for one in found)
+
+
+class MixedRanks(EmulatedRanks):
+    """Ranks of which half have another kind of GPUs."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine, mine, "L4", "L4"]
+
+
+def test_ranks_with_several_kinds_of_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_measure, "find_ranks", lambda *_: MixedRanks(Emulation(2, ("100mbit",), 2), 10.0))
+    with (
+        pytest.raises(ConfigError, match=r"write --gpus 2xCPU\+2xL4, without a launcher"),
+        find_measuring_ranks(None, 10.0, JOB.cluster),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.choice_names import LOSS, in_bits
 from deepspeed_compress.config import SECTION, CompressedGradients, brief
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
@@ -105,7 +106,7 @@ def no_ratio(case: Case) -> Iterator[Diagnostic]:
         at_steps(*case.span),
         f"The chosen settings save nothing: the compression ratio is {ratio:.2f}, but ZeRO {case.stage} reaches "
         f"{base:.0f} without compression",
-        "Send fewer bits: blockwise with 8 bits has no measurable cost in accuracy.",
+        f'Choose "{in_bits(8)}", which has no measurable {LOSS}.',
         patch=case.patch(with_gradients, {"method": "blockwise", "bits": 8}),
         evidence={
             "ratio": ratio,

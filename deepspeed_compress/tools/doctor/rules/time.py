@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.choice_names import in_bits
 from deepspeed_compress.config import GradientsConfig
 from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.config.places import FeedbackGradients
@@ -48,7 +49,8 @@ def _less_communication(case: Case) -> Remedy:
         text = "Use ZeRO 1, which reduces gradients once per step, while ZeRO 2 does so in every micro-batch."
         return text, case.patch(with_stage, 1)
     if change is not None and not small:
-        text = "Compress gradients more. If several ranks share a node, gradients.hierarchy saves about as much again."
+        better = in_bits(change.get("bits", 8))
+        text = f'Choose "{better}". If several ranks share a node, gradients.hierarchy saves about as much again.'
         return text, case.patch(with_gradients, change)
     why = "The messages are so small that latency dominates." if small else ""
     return _less_often(case, why)

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed_compress.choice_names import INSIDE_NODES, LOSS, in_bits
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import OTHER_KINDS, SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import with_section
@@ -35,7 +36,7 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
         at_steps(*case.span),
         f"Uncompressed weights are {share:.0%} of the bytes that a rank sends; at the rate of the gradients, they take "
         f"about {taken:.0%} of a step",
-        f"Compress weights as well: {bits} bits cost almost no accuracy.",
+        f'Choose "{in_bits(bits)}" for weights as well, which costs almost no {LOSS}.',
         patch=None if case.stage == 0 else case.patch(with_section, {"weights": {"bits": bits}}),
         evidence={**_sizes(case), "time for weights, part of a step": taken},
         weight=taken,
@@ -54,8 +55,8 @@ def frozen_weights_gathered(case: Case) -> Iterator[Diagnostic]:
         at_steps(*case.span),
         f"Weights are {share:.0%} of the bytes that a rank sends, and most are not trained: ZeRO 3 gathers them in "
         "every pass, between nodes too",
-        'If the GPUs of one node hold the model, shard inside nodes: "parallelism": {"shard_within": "node"}. If one '
-        "GPU holds it, use ZeRO 2.",
+        f'If the GPUs of one node hold the model, choose "{INSIDE_NODES}": "parallelism": {{"shard_within": "node"}}. '
+        "If one GPU holds it, use ZeRO 2.",
         evidence=_sizes(case),
         weight=share,
     )
