@@ -75,7 +75,7 @@ class Slow(subprocess.Popen):
         time.sleep(1)
 
 subprocess.Popen = Slow
-run.main(["--program", "/bin/sh", "-c", "trap 'exit 7' TERM; kill -15 $PPID; for i in 1 2 3 4 5 6 7 8 9; do sleep 1; done"])
+run.main(["--program", "/bin/sh", "-c", "trap 'exit 7' TERM; kill -15 $PPID; for i in 1 2 3 4 5 6; do sleep 1; done"])
 """
 
 
