@@ -1,10 +1,11 @@
-"""Choice of the tests of a default run, and a lock for tests that must run alone.
+"""Choice of the tests of quick runs and of CI, and a lock for tests that must run alone.
 
 Marks:
-    slow: not in a default run.
-    sampled(parts): a default run has one of `parts` shares of the cases of every test, and at least one case. The
-        others are slow.
-    case_a_stage: a default run has one case per ZeRO stage. The others are slow.
+    slow: not in CI.
+    sampled(parts): CI has one of `parts` shares of the cases of every test, and at least one case. The others are slow.
+    case_a_stage: CI has one case per ZeRO stage. The others are slow.
+    ci: not in a quick run. Tests get this mark here: those that run alone, and in a file that starts ranks as processes
+        all except one case of each of its first tests.
     serial: no other test runs at the same time.
     gpu: needs a GPU, or --gpu-device cpu.
 """
@@ -16,7 +17,7 @@ import math
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from zlib import crc32
 
@@ -29,6 +30,8 @@ from tests.support.leftovers import own_port
 
 pytest_plugins = ["tests.gpu.plugin"]
 
+QUICK_TESTS = 2
+"""Number of tests that a quick run has of a file that starts ranks as processes."""
 PROCESSOR = "TESTS_PROCESSOR"
 """Environment variable with a processor of `emulated_processors.PROCESSORS` to emulate."""
 
@@ -78,6 +81,26 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in (*cases_beside_one_a_stage(items), *cases_beside_a_sample(items)):
         item.add_marker(pytest.mark.slow)
+    for item in tests_beside_quick_ones(item for item in items if not item.get_closest_marker("slow")):
+        item.add_marker(pytest.mark.ci)
+
+
+def tests_beside_quick_ones(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests of CI that a quick run leaves out."""
+    files: dict[object, dict[object, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if item.get_closest_marker("serial"):
+            yield item
+        elif isinstance(item, pytest.Function) and "run_forks" in vars(item.module):
+            files[item.module][item.obj].append(item)
+    for tests in files.values():
+        for number, cases in enumerate(tests.values()):
+            yield from in_fixed_order(cases)[1:] if number < QUICK_TESTS else cases
+
+
+def in_fixed_order(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return `cases` in an order that is always the same, and favors no value of a parameter."""
+    return sorted(cases, key=lambda case: crc32(case.nodeid.encode()))
 
 
 def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
@@ -89,7 +112,7 @@ def cases_beside_a_sample(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]
         if isinstance(item, pytest.Function) and mark and not others:
             tests[item.obj, mark.args[0]].append(item)
     for (_, parts), cases in tests.items():
-        yield from sorted(cases, key=lambda case: crc32(case.nodeid.encode()))[math.ceil(len(cases) / parts) :]
+        yield from in_fixed_order(cases)[math.ceil(len(cases) / parts) :]
 
 
 def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:

@@ -1,11 +1,11 @@
-"""Plant known bugs one at a time, and check that the default tests find them.
+"""Plant known bugs one at a time, and check that the tests of CI find them.
 
     python tests/planted_bugs.py                       all bugs
     python tests/planted_bugs.py "swapped owner"       the named bugs
 
 A bug replaces one expression in a function of the package, wherever that is defined. It is planted in a temporary copy
 of the working tree, never in the tree itself. The tests that should find it run first, up to the first failure, and
-then all default tests. Without a bug, the tests that should find one must pass. The output names the test that found
+then all tests of CI. Without a bug, the tests that should find one must pass. The output names the test that found
 each bug. The exit status is 1 if a bug was not found.
 """
 

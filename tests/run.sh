@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs every check, and the tests that are not slow. Arguments go to pytest instead of that: -m ""
-# runs all tests. With --coverage first, what the tests reach is measured, in every process that they start, and shown at the
-# end. See docs/testing.md.
+# Sets up what is missing and runs every check, and the quick tests. Arguments go to pytest instead of that: -m "not slow" runs
+# the tests of CI, and -m "" all. With --coverage first, what the tests reach is measured, in every process that they start, and
+# shown at the end. See docs/testing.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,6 +16,8 @@ if [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 
+# Hundreds of processes import the package, and each would compile it.
+unset PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles an operation at start. A build that was killed leaves a lock on which all later ones would wait.
 export TORCH_EXTENSIONS_DIR="$(cd "$venv" && pwd)/torch_extensions"
 find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
@@ -37,6 +39,6 @@ typed=$!
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 wait "$typed"
 wait "$compiled"
-[ $# -gt 0 ] || set -- -m "not slow"
+[ $# -gt 0 ] || set -- -m "not slow and not ci"
 # Two processes per core, since each waits half of the time for programs that its tests start. nproc would obey OMP_NUM_THREADS.
 python -m pytest -n "$((2 * $(env -u OMP_NUM_THREADS nproc)))" --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

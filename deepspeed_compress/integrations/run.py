@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -138,13 +138,22 @@ def _run(kind: str, command: Sequence[str]) -> None:
 
 def _run_program(command: Sequence[str]) -> int:
     """Run a program, which gets the signals that this process receives, and return its exit code as a shell does."""
+    early: list[int] = []
+    _handle_signals(early.append)
     with subprocess.Popen(command) as process:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda received, _: process.send_signal(received))
+        _handle_signals(process.send_signal)
+        for number in early:
+            process.send_signal(number)
         # A terminal sends this one to the program, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = process.wait()
     return code if code >= 0 else 128 - code
+
+
+def _handle_signals(handle: Callable[[int], object]) -> None:
+    """Call `handle` with the numbers of signals that would otherwise end this process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: handle(received))
 
 
 _LOST_PEER = (

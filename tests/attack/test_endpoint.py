@@ -94,34 +94,37 @@ def attacked(port: int) -> Iterator[None]:
             yield
 
 
-@pytest.mark.serial
-def test_a_client_waits_at_most_twice_as_long_while_an_endpoint_is_attacked(tmp_path: Path) -> None:
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Yield the id of a process with an endpoint, and its port. Whatever is sent to it, its log must stay short."""
     with (
         (tmp_path / "log").open("wb") as log,
         serving_process(SERVE, SECRET, log=log, descriptors=DESCRIPTORS) as (process, port),
     ):
         check_answered(port)
-        before = resident_memory(process)
-        alone, under = medians(lambda: check_answered(port), lambda: attacked(port))
-        # See docs/security.md: 0.2 MB for each connection, and 1 KB for each of the tokens of those that are abandoned.
-        assert resident_memory(process) - before < 800 * 0.2e6 + 20 * 8000 * 1e3
-    assert under <= 2 * alone
+        yield process, port
     assert (tmp_path / "log").stat().st_size < 4096
 
 
 @pytest.mark.serial
-def test_requests_that_are_abandoned_stop_generating(tmp_path: Path) -> None:
+def test_a_client_waits_at_most_twice_as_long_while_an_endpoint_is_attacked(endpoint: tuple[int, int]) -> None:
+    process, port = endpoint
+    before = resident_memory(process)
+    alone, under = medians(lambda: check_answered(port), lambda: attacked(port))
+    # See docs/security.md: 0.2 MB for each connection, and 1 KB for each of the tokens of those that are abandoned.
+    assert resident_memory(process) - before < 800 * 0.2e6 + 20 * 8000 * 1e3
+    assert under <= 2 * alone
+
+
+@pytest.mark.serial
+def test_requests_that_are_abandoned_stop_generating(endpoint: tuple[int, int]) -> None:
     """Otherwise, a client would wait until 8,000 tokens are sampled."""
-    with (
-        (tmp_path / "log").open("wb") as log,
-        serving_process(SERVE, SECRET, log=log, descriptors=DESCRIPTORS) as (_, port),
-    ):
-        check_answered(port)
-        alone, after = list[float](), list[float]()
-        for _ in range(5):
-            alone.append(seconds_of_an_answer(port))
-            abandon(port, 20)
-            after.append(seconds_of_an_answer(port))
+    _, port = endpoint
+    alone, after = list[float](), list[float]()
+    for _ in range(5):
+        alone.append(seconds_of_an_answer(port))
+        abandon(port, 20)
+        after.append(seconds_of_an_answer(port))
     assert statistics.median(after) <= 2 * statistics.median(alone)
 
 

@@ -1,7 +1,7 @@
 """Tests of `deepspeed_compress.megatron`: Megatron programs with and without compression."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,13 +280,19 @@ def test_weights_are_exact_in_a_warm_up() -> None:
     assert run_forks(2, warmed_up) == [[True] * 2] * 2
 
 
+def rounded_runs(rank: int, steps: int) -> Iterator[MegatronRun]:
+    """Yield runs after `steps` steps with rounded bf16 weights, which are gathered without overlap and with it."""
+    for overlap in (False, True):
+        run = MegatronRun(options_of((True, overlap), dtype=torch.bfloat16), rank, BOTH_WAYS)
+        for step in range(steps):
+            run.step(step)
+        yield run
+
+
 def exact(rank: int) -> list[bool]:
     """Return whether weights lag behind their master weights, and no longer do after synchronization."""
     found = []
-    for overlap in (False, True):
-        run = MegatronRun(options_of((True, overlap), dtype=torch.bfloat16), rank, BOTH_WAYS)
-        for step in range(5):
-            run.step(step)
+    for run in rounded_runs(rank, 5):
         behind = any(not same for same in as_masters(run))
         run.attached.synchronise()
         found += [
@@ -319,10 +325,7 @@ def test_weights_become_exact_when_they_are_asked_for() -> None:
 def left(rank: int) -> list[bool]:
     """Return whether weights are exact and equal after detaching, and after a step of Megatron alone."""
     found = []
-    for overlap in (False, True):
-        run = MegatronRun(options_of((True, overlap), dtype=torch.bfloat16), rank, BOTH_WAYS)
-        for step in range(3):
-            run.step(step)
+    for run in rounded_runs(rank, 3):
         run.attached.detach()
         found += [all(as_masters(run)), not any("start_param_sync" in vars(group) for group in run.model.bucket_groups)]
         run.step(3)

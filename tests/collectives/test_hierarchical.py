@@ -17,7 +17,7 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.monitor import Meter
 from tests.support.codecs import noise
-from tests.support.reducers import integers, interleaved, payload_reducer
+from tests.support.reducers import integers, interleaved, payload_reducer, reduced_both_ways
 from tests.support.threads import run_nodes
 
 SAMPLED = pytest.mark.sampled(3)
@@ -63,10 +63,7 @@ def test_exact_levels_sum_over_all_ranks(
     total = sum(bucket.float() for bucket in buckets) * 0.5
 
     def work(reducer: HierarchicalReducer, rank: int) -> tuple[Tensor, Tensor]:
-        scattered, everywhere = buckets[rank].clone(), buckets[rank].clone()
-        reducer.reduce_scatter(scattered, partition, 0.5)
-        reducer.all_reduce(everywhere, partition, 0.5)
-        return scattered, everywhere
+        return reduced_both_ways(reducer, buckets[rank], partition, 0.5)
 
     for rank, (scattered, everywhere) in enumerate(run_hierarchy(nodes, locals_, FP32, FP32, work)):
         assert torch.equal(everywhere, total.to(dtype))

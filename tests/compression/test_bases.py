@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,18 +98,22 @@ def test_coefficients_give_the_same_result_as_elements(compressor: Compressor) -
     torch.testing.assert_close(feedback.residuals.read(SEGMENTS, CPU).double(), momentum, rtol=1e-5, atol=2e-5)
 
 
+def six_steps(compressor: Compressor, storage: str, basis: Transform) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield coefficients: of gradient and residual together, of the message, and of the residual that is left."""
+    feedback, codec = demo(storage), Codec(compressor, basis)
+    for step in range(6):
+        x = gradient(step)
+        total = basis.forward(x, SEGMENTS) + feedback.residuals.read(SEGMENTS, CPU, basis) * DECAY
+        yield total, send(feedback, codec, x), feedback.residuals.read(SEGMENTS, CPU, basis)
+
+
 @every_basis
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 @pytest.mark.parametrize("compressor", [KEPT, TopK(0.05, 100, min_magnitude=3.0)], ids=["all", "large ones"])
 def test_message_and_residual_add_up_and_sent_coefficients_are_cleared(
     compressor: Compressor, storage: str, basis: Transform
 ) -> None:
-    feedback, codec = demo(storage), Codec(compressor, basis)
-    for step in range(6):
-        x = gradient(step)
-        total = basis.forward(x, SEGMENTS) + feedback.residuals.read(SEGMENTS, CPU, basis) * DECAY
-        sent = send(feedback, codec, x)
-        left = feedback.residuals.read(SEGMENTS, CPU, basis)
+    for total, sent, left in six_steps(compressor, storage, basis):
         assert bool((sent != 0).any())
         assert not left[sent != 0].any()
         assert torch.equal(sent + left, total if storage == "fp32" else torch.where(sent != 0, sent, total.bfloat16()))
@@ -118,12 +122,7 @@ def test_message_and_residual_add_up_and_sent_coefficients_are_cleared(
 @every_basis
 @every_storage
 def test_the_quantization_error_stays_in_the_residual(storage: str, basis: Transform) -> None:
-    feedback, codec = demo(storage), Codec(QUANTIZED, basis)
-    for step in range(6):
-        x = gradient(step)
-        total = basis.forward(x, SEGMENTS) + feedback.residuals.read(SEGMENTS, CPU, basis) * DECAY
-        sent = send(feedback, codec, x)
-        left = feedback.residuals.read(SEGMENTS, CPU, basis)
+    for total, sent, left in six_steps(QUANTIZED, storage, basis):
         assert bool(left[sent != 0].any())
         assert float((sent + left - total).abs().max()) <= ROUNDING[storage] * float(total.abs().max())
 

@@ -1,21 +1,14 @@
 """Training of an agent with rollouts from a real vLLM server. `.ci/vllm.sh` installs what it needs, and runs this."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.agents.test_train_agents import MARK, marked
+from tests.support.hosts import needs_vllm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        any(find_spec(name) is None for name in ("vllm", "agentlightning", "matplotlib")),
-        reason="vllm, agentlightning or matplotlib is not installed: run .ci/vllm.sh",
-    ),
-]
+pytestmark = needs_vllm("agentlightning", "matplotlib")
 
 
 def test_rollouts_of_a_vllm_server_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,25 @@ def test_exit_codes_and_signals_are_passed_on(end: str, code: int) -> None:
     assert done.returncode == code, done.stderr
 
 
+SLOW_START = """
+import subprocess, time
+from deepspeed_compress.integrations import run
+
+class Slow(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        time.sleep(1)
+
+subprocess.Popen = Slow
+run.main(["--program", "/bin/sh", "-c", "trap 'exit 7' TERM; kill -15 $PPID; for i in 1 2 3 4 5 6; do sleep 1; done"])
+"""
+
+
+def test_a_signal_that_comes_while_a_program_starts_is_passed_on() -> None:
+    done = start("-c", SLOW_START)
+    assert done.returncode == 7, done.stderr
+
+
 def test_the_path_alone_changes_nothing_and_another_sitecustomize_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 1\n")
     path = os.pathsep.join([_DIRECTORY, str(tmp_path), str(ROOT)])

@@ -2,7 +2,6 @@
 
 import json
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,15 +14,9 @@ from deepspeed_compress.rollout.vllm import ServedEngine, load_version
 from deepspeed_compress.rollout.vllm_adapters import ServedAdapters
 from tests.rollout.test_vllm_engine import WORDS, Served, make_model
 from tests.support.forks import run_forks
+from tests.support.hosts import needs_vllm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        any(find_spec(name) is None for name in ("vllm", "trl", "peft")),
-        reason="vllm, trl or peft is not installed: run .ci/vllm.sh",
-    ),
-]
+pytestmark = needs_vllm("trl", "peft")
 STEPS = 10
 TASKS = [" ".join(map(str, range(first, first + 20))) for first in range(0, 160, 10)]
 ADAPTER = ("q_proj", "v_proj", "down_proj")

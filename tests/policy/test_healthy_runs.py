@@ -16,7 +16,7 @@ from tests.support.healthy import CHANGING, RUNS, Fault, Outcome, train
 pytestmark = pytest.mark.sampled(8)
 
 OFTEN = {"gpt", "gpt, high rate at once", "gpt, dense start"} | {name for name in RUNS if not name.startswith("gpt")}
-"""Runs in the default tests. The others are slow tests."""
+"""Runs in CI. The others are slow tests."""
 EVERY = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 
 

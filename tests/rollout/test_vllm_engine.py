@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,10 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher
 from deepspeed_compress.rollout.vllm import BACKEND, ServedEngine, follow_weights, load_version, register
 from tests.rollout.vllm_program import PROMPT, TOKENS, Job
 from tests.support.forks import run_forks
+from tests.support.hosts import needs_vllm
 from tests.support.leftovers import own_port
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: run .ci/vllm.sh"),
-]
+pytestmark = needs_vllm()
 VERSIONS, EVERY = 50, 10
 WORDS = 257
 SIZES: dict[str, Any] = {

@@ -1,6 +1,7 @@
-"""Marks of tests that need emulated hosts."""
+"""Marks of tests that need emulated hosts or vLLM."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TypeVar
 
 import pytest
@@ -21,3 +22,10 @@ def needs_hosts(test: Test) -> Test:
 def measures_links(test: Test) -> Test:
     """Mark a test that measures emulated links, and therefore runs alone."""
     return needs_hosts(pytest.mark.serial(test))
+
+
+def needs_vllm(*others: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests that need vLLM and the packages `others`."""
+    missing = [name for name in ("vllm", *others) if find_spec(name) is None]
+    reason = f"{', '.join(missing)} not installed: run .ci/vllm.sh"
+    return [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(bool(missing), reason=reason)]

@@ -8,7 +8,7 @@ from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
 from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.payload import PayloadReducer
-from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.collectives.reducer import Reducer, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Compressor
 from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
@@ -34,6 +34,14 @@ def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 def raw_bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def reduced_both_ways(reducer: Reducer, bucket: Tensor, partition: Partition, factor: float) -> tuple[Tensor, Tensor]:
+    """Return what becomes of `bucket` if each rank gets its part of the sum, and if each gets the whole."""
+    scattered, everywhere = bucket.clone(), bucket.clone()
+    reducer.reduce_scatter(scattered, partition, factor)
+    reducer.all_reduce(everywhere, partition, factor)
+    return scattered, everywhere
 
 
 def payload_reducer(

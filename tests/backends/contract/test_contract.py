@@ -22,7 +22,7 @@ PATIENCE = 400
 
 
 def cases(default: Sequence[str], **tables: Mapping[str, Case]) -> pytest.MarkDecorator:
-    """Return the parametrization by the cases of each engine. A default run has those that match a pattern."""
+    """Return the parametrization by the cases of each engine. CI has those that match a pattern."""
     found = {f"{engine} {name}": case for engine, table in tables.items() for name, case in table.items()}
     chosen = {pattern: matching(found, pattern) for pattern in default}
     assert all(chosen.values()), chosen
@@ -39,7 +39,7 @@ def test_method_none_is_the_engine_bit_for_bit(case: Case) -> None:
     assert run_forks(case.ranks, attached.differences, case) == [[]] * case.ranks
 
 
-# By default, some programs leave parameters out, and one clears gradients in vain.
+# In CI, some programs leave parameters out, and one clears gradients in vain.
 @cases(
     ["ddp unused* 2", "ddp looking first 2", "fsdp2 one way of a unit ?", "fsdp2 copies acc*", "meg*3", "zero*"],
     ddp=ddp.CONSERVED, fsdp2=fsdp2.CONSERVED, megatron=megatron.CONSERVED, zero=zero.CONSERVED,

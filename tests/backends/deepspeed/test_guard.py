@@ -35,7 +35,7 @@ KINDS: dict[str, Job] = {
     "bf16 optimizer": Job(1, GUARDED, extra={**FP32_SUMS, "zero_allow_untested_optimizer": True}, steps=STEPS),
 }
 OFTEN = {"zero 0", "zero 2", "zero 3", "bf16 optimizer"}
-"""Kinds of engines in default runs. The others are tested only in long runs."""
+"""Kinds of engines in CI. The others are tested only in long runs."""
 EVERY = pytest.mark.parametrize(
     "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )

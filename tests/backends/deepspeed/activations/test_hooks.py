@@ -412,12 +412,18 @@ def test_a_call_with_other_weights_sums() -> None:
     assert row.total.calls == 1
 
 
-def test_an_evaluation_after_an_interrupt_sums() -> None:
+def interrupted_row() -> Row:
+    """Return a row whose last forward pass was interrupted in its layer."""
     row = Row()
     row.layer.fails = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         row.model(hidden())
     row.layer.fails = None
+    return row
+
+
+def test_an_evaluation_after_an_interrupt_sums() -> None:
+    row = interrupted_row()
     with torch.no_grad():
         row.model(hidden())
     assert (row.layer.summed_itself, row.total.calls) == (1, 0)
@@ -425,11 +431,7 @@ def test_an_evaluation_after_an_interrupt_sums() -> None:
 
 
 def test_detaching_from_a_row_restores_it() -> None:
-    row = Row()
-    row.layer.fails = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        row.model(hidden())
-    row.layer.fails = None
+    row = interrupted_row()
     row.hooks.detach()
     row.training.detach()
     row.model(hidden())
