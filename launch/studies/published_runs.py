@@ -37,6 +37,7 @@ class Run:
         seq: Tokens of a sequence.
         seconds: Measured seconds of a step, or None.
         memory: Measured bytes of a rank, or None.
+        ran: Whether it ran, or else was out of memory.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Run:
     seq: int
     seconds: float | None
     memory: float | None
+    ran: bool = True
 
 
 def read_run(row: Mapping[str, str | None]) -> Run:
@@ -60,6 +62,8 @@ def read_run(row: Mapping[str, str | None]) -> Run:
     if software.name == "megatron":
         layout = replace(layout, engine="megatron")
     gpu = find_gpu(cells.get("gpu", "A100-80"))
+    if "gpu_gb" in cells:
+        gpu = replace(gpu, memory=USABLE * 2**30 * float(cells["gpu_gb"]))
     per_node = min(int(cells.get("per_node", gpu.per_node)), layout.ranks)
     usual = f"{_USUAL_NETWORKS.get(gpu.name, 400)}gbit/gpu"
     network = read_network(cells.get("network", usual), per_node)
@@ -67,10 +71,12 @@ def read_run(row: Mapping[str, str | None]) -> Run:
     memory = float(cells["mem_gb"]) * 1e9 if "mem_gb" in cells else None
     source = cells.get("source", "")
     name = f"{source} {model.name} {layout}"
-    return Run(
-        source, name, Cluster(gpu, layout.ranks, per_node, network), model, software, layout, seq, seconds, memory
-    )
+    cluster, ran = Cluster(gpu, layout.ranks, per_node, network), cells.get("outcome") != "oom"
+    return Run(source, name, cluster, model, software, layout, seq, seconds, memory, ran)
 
+
+USABLE = 0.99
+"""Share of a GPU's memory that the driver leaves."""
 
 _USUAL_NETWORKS: Mapping[str, float] = {
     "A100-80": 200, "A100-40": 200, "V100": 25, "L40S": 50, "4090": 12.5, "MI250X": 100
