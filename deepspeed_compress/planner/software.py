@@ -52,6 +52,14 @@ class Software:
         tensor_overlaps: Whether all-reduces of tensor-parallel backward overlap with weight gradients.
         every_micro_batch: Whether ZeRO 2 reduces after every micro-batch.
         selective: Share of the matrix products that selective recomputation repeats; 0 if it repeats only attention.
+        held: Bytes of an element of the gradients that a rank keeps.
+        states: Bytes per parameter of moments and fp32 weights.
+        update: Bytes per updated parameter of what the optimizer makes for a moment: fp32 gradients, and denominators of
+            an Adam of PyTorch's own kernels.
+        logit: Bytes of a logit with its copies and its gradient at the peak.
+        eager: 0 if all elementwise kernels of a layer are fused, 1 if gates and rotary positions are separate kernels, which
+            keep what they read, 2 if norms are, too, with fp32 copies.
+        checkpoints: Share of the checkpointed activations that stay on the GPU.
         attention: Generation of the flash-attention kernel; 0 for separate kernels.
     """
 
@@ -73,6 +81,12 @@ class Software:
     tensor_overlaps: bool
     every_micro_batch: bool
     selective: float
+    held: int
+    update: int
+    logit: int
+    eager: int
+    states: int = 12
+    checkpoints: float = 1.0
     attention: int = 2
 
 
@@ -102,6 +116,10 @@ _MEGATRON = Software(
     tensor_overlaps=True,
     every_micro_batch=False,
     selective=0.0,
+    held=4,
+    update=0,
+    logit=6,
+    eager=0,
 )
 _DEEPSPEED = Software(
     name="deepspeed",
@@ -122,6 +140,10 @@ _DEEPSPEED = Software(
     tensor_overlaps=False,
     every_micro_batch=True,
     selective=0.0,
+    held=2,
+    update=4,
+    logit=10,
+    eager=2,
 )
 _FSDP = replace(
     _DEEPSPEED,
@@ -139,12 +161,14 @@ _FSDP = replace(
     reused=0,
     overlaps=True,
     selective=0.5,
+    logit=14,
+    eager=1,
 )
 _PROGRAMS = (
     _MEGATRON,
     _DEEPSPEED,
     _FSDP,
-    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, idle=0.1),
+    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, idle=0.1, update=12, logit=14),
     replace(
         _DEEPSPEED,
         name="megatron-deepspeed",
@@ -154,6 +178,7 @@ _PROGRAMS = (
         dispatch=7e-6,
         idle=0.05,
         accumulate=12,
+        eager=0,
     ),
 )
 

@@ -121,7 +121,12 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
         # Megatron reduced all fp16 gradients at once, after backward, until 2023, and did not overlap tensor traffic
         # before 2022.
         software = replace(software, overlaps=False, gradient=2, bucket=1e12, tensor_overlaps=year >= 2022)
-    return replace(software, attention=attention)
+    facts = {name: type(getattr(software, name))(float(cells[name])) for name in FACTS if name in cells}
+    return replace(software, attention=attention, **facts)
+
+
+FACTS = ("held", "states", "update", "logit", "eager", "checkpoints")
+"""Columns with memory of a program that is unlike that of the table of programs."""
 
 
 def _zero(text: str) -> int:
