@@ -18,8 +18,8 @@ OUTSIDE = 2.0e9
 SLACK = 0.08
 """Share of the allocated bytes that fragmentation adds to the reserved ones."""
 MARGIN = 0.15
-"""Relative error of the estimate that a layout must survive to be called "fits" (`launch/studies/planner_calibration.py`
-prints how often it did on published runs)."""
+"""Relative error of the estimate that a layout must survive to be called "fits". The calibration counts wrong verdicts
+about published runs (`launch/studies/planner_calibration.py`)."""
 
 HOST_MEMORY = 250e9
 """Bytes of a host's memory for each of its GPUs, as nodes of eight with 2 TB have. Larger needs do not fit."""
@@ -29,6 +29,7 @@ SUB_GROUP = 1e9
 """Elements that ZeRO 3 updates at a time (`sub_group_size`)."""
 
 Verdict = Literal["fits", "tight", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "does not fit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Needs:
 
     @property
     def _is_megatron(self) -> bool:
-        return self.software.name == "megatron"
+        return self.software.name in ("megatron", "nanotron")
 
     @property
     def _logit(self) -> float:
@@ -240,7 +241,7 @@ LINK_SPREAD = 0.15
 FITTED_GPU, SCALED_GPU, MEASURED_HERE = 0.07, 0.09, 0.1
 """Relative standard error of a whole step on the GPU of the fit, on one whose constants are scaled from it, and with
 constants that were measured on the cluster (docs/planning.md, "How exact it is")."""
-PROGRAMS = {"megatron": 0.10, "megatron-deepspeed": 0.14, "fsdp": 0.11, "deepspeed": 0.23, "hf": 0.57}
+PROGRAMS = {"megatron": 0.10, "nanotron": 0.2, "megatron-deepspeed": 0.14, "fsdp": 0.11, "deepspeed": 0.23, "hf": 0.57}
 """The same by program, with which 80 % of the intervals hold (`launch/studies/planner_calibration.py`).
 
 That of Megatron is the difference of two papers on equal layouts.
