@@ -55,11 +55,11 @@ class Software:
         selective: Share of the matrix products that selective recomputation repeats; 0 if it repeats only attention.
         held: Bytes of an element of the gradients that a rank keeps.
         states: Bytes per parameter of moments and fp32 weights.
-        update: Bytes per updated parameter of what the optimizer makes for a moment: fp32 gradients, and the denominators
-            of PyTorch's Adam.
+        update: Bytes per updated parameter of what the optimizer makes for a moment: fp32 gradients, denominators of
+            PyTorch's Adam.
         logit: Bytes of a logit with its copies and its gradient at the peak.
-        eager: 0 if a layer's elementwise kernels are fused, 1 if those of gates and rotary positions are separate, and keep
-            what they read, 2 if those of norms are, too, with fp32 copies.
+        eager: 0 if a layer's elementwise kernels are fused, 1 if those of gates and rotary positions are separate, and
+            keep what they read, 2 if those of norms are, too, with fp32 copies.
         checkpoints: Share of the checkpointed activations that stay on the GPU.
         attention: Generation of the flash-attention kernel; 0 for separate kernels.
     """

@@ -276,7 +276,11 @@ class DataParallel:
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
         issue = self._issue(count) if bits else 0.0
-        return Traffic("gradients between nodes", message, "nothing", 1, coding, formula, issue)
+        # FSDP sends each unit's gradients on as soon as its node has their sum.
+        early = self.device.software.overlaps and not bits
+        pieces = self._pieces(0, self.device.software.bucket) if early else 1
+        window: Window = "last backward" if early else "nothing"
+        return Traffic("gradients between nodes", message, window, pieces, coding, formula, issue)
 
     def _between_islands(self) -> Traffic:
         """Return the exchanges of changed weights in 4 bits, spread over the steps between them."""

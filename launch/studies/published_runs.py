@@ -130,7 +130,7 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
     software = SOFTWARE.get(name, SOFTWARE[found])
     usual_kernels = _ATTENTION_HF if software.name == "hf" and "flash" not in text else _ATTENTION
     attention = int(cells.get("attention", next(kind for until, kind in usual_kernels if year < until)))
-    if software.name == "megatron" and year < 2023:
+    if software.name == "megatron" and year < 2023 and "overlaps" not in cells:
         # Megatron reduced all fp16 gradients at once, after backward, until 2023, and did not overlap tensor traffic
         # before 2022.
         software = replace(software, overlaps=False, gradient=2, bucket=1e12, tensor_overlaps=year >= 2022)
@@ -142,7 +142,9 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
     return replace(software, optimizer=software.optimizer * (software.states + 4) / 16)
 
 
-FACTS = ("held", "states", "update", "logit", "eager", "checkpoints", "hides", "overlaps", "tensor_overlaps")
+FACTS = (
+    "gradient", "held", "states", "update", "logit", "eager", "checkpoints", "hides", "overlaps", "tensor_overlaps"
+)  # fmt: skip
 """Columns with attributes of `Software` in which a run is known to be unlike its program in the table."""
 
 
