@@ -66,8 +66,7 @@ class Memory:
             return "does not fit"
         if self.allocated * (1 + MARGIN + SLACK) + OUTSIDE <= size:
             return "fits"
-        # Short of memory, the allocator returns what fragmentation wastes.
-        return "tight" if self.allocated + OUTSIDE <= size else "does not fit"
+        return "tight" if self.total <= size else "does not fit"
 
 
 @dataclass(frozen=True, slots=True)
