@@ -136,8 +136,9 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
         software = replace(software, overlaps=False, gradient=2, bucket=1e12, tensor_overlaps=year >= 2022)
     facts = {name: type(getattr(software, name))(float(cells[name])) for name in FACTS if name in cells}
     software = replace(software, attention=attention, **facts)
-    if "eager" in facts and not software.eager:
-        software = replace(software, elementwise=SOFTWARE["megatron"].elementwise)
+    if "eager" in facts:
+        alike = next(program for program in SOFTWARE.values() if program.eager == software.eager)
+        software = replace(software, elementwise=alike.elementwise)
     # Weights and gradients have four bytes beside the states.
     return replace(software, optimizer=software.optimizer * (software.states + 4) / 16)
 
