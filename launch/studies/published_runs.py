@@ -144,7 +144,8 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
 
 
 FACTS = (
-    "gradient", "held", "states", "update", "logit", "eager", "checkpoints", "hides", "overlaps", "tensor_overlaps"
+    "optimizer", "gradient", "held", "states", "update", "logit", "eager", "checkpoints", "hides", "overlaps",
+    "tensor_overlaps",
 )  # fmt: skip
 """Columns with attributes of `Software` in which a run is known to be unlike its program in the table."""
 
