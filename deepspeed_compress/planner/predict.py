@@ -18,7 +18,8 @@ OUTSIDE = 2.0e9
 SLACK = 0.08
 """Share of the allocated bytes that fragmentation adds to the reserved ones."""
 MARGIN = 0.15
-"""Relative error of the estimate that a layout must survive to be called "fits" (median error on published figures)."""
+"""Relative error of the estimate that a layout must survive to be called "fits". The calibration counts wrong verdicts
+about published runs (`launch/studies/planner_calibration.py`)."""
 
 HOST_MEMORY = 250e9
 """Bytes of a host's memory for each of its GPUs, as nodes of eight with 2 TB have. Larger needs do not fit."""
@@ -28,6 +29,7 @@ SUB_GROUP = 1e9
 """Elements that ZeRO 3 updates at a time (`sub_group_size`)."""
 
 Verdict = Literal["fits", "tight", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "does not fit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Needs:
         tokens, layout = self.layout.micro * self.seq, self.layout
         kept = tokens * self._kept * stage.layers * _waiting(layout, stage.behind)
         # Backward computes one layer again, with all its activations.
-        again = tokens * self._everything if layout.recompute == "full" else 0.0
+        again = tokens * self._everything if self._repeats else 0.0
         logits = tokens * self.model.vocab / layout.tensor * self._logit * stage.has_head
         activations, logits = (kept, logits) if logits > again else (kept + again, 0.0)
         states, host = self._states(stage)
@@ -102,12 +104,24 @@ class Needs:
         return Memory(states, activations, logits, buffers, host)
 
     def _of_step(self, stage: Stage) -> float:
-        """Return the bytes of fp32 gradients that DeepSpeed makes for its optimizer, with ZeRO 3 a part at a time."""
+        """Return the bytes that the optimizer needs for a moment, in DeepSpeed's ZeRO 3 for a part at a time."""
         layout = self.layout
-        if not self._is_deepspeed or not layout.zero or layout.offload != "none":
+        if layout.offload != "none":
             return 0.0
-        owned = stage.trained / layout.shards
-        return FULL * (min(owned, SUB_GROUP) if layout.zero == 3 else owned)
+        owned = stage.trained / (layout.shards if layout.zero else 1)
+        if self._is_deepspeed and layout.zero == 3:
+            owned = min(owned, SUB_GROUP)
+        return max(0, self.software.update - self._full_gradients) * owned
+
+    @property
+    def _full_gradients(self) -> int:
+        """Bytes per parameter of the fp32 gradients that DeepSpeed keeps without ZeRO."""
+        return FULL * (self._is_deepspeed and not self.layout.zero and self._is_mixed)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """True if the optimizer keeps fp32 weights."""
+        return self.software.states > 2 * FULL
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -119,12 +133,19 @@ class Needs:
 
     @property
     def _is_megatron(self) -> bool:
-        return self.software.name == "megatron"
+        return self.software.name in ("megatron", "nanotron")
 
     @property
     def _logit(self) -> float:
-        """Bytes of a logit, its fp32 copy if it is not fp32, and its gradient. Megatron's loss works in place."""
-        return 6 if self._is_megatron else self._element + (8 if self._element < FULL else 4)
+        if self._element == FULL:
+            return 2 * FULL
+        # The loss of transformers' GPT-2 is computed in two bytes.
+        return 8 if self.software.name == "hf" and not self.model.gated else self.software.logit
+
+    @property
+    def _repeats(self) -> bool:
+        """True if backward computes most of a layer again."""
+        return self.layout.recompute == "full" or (self.layout.recompute == "selective" and self.software.selective > 0)
 
     def _states(self, stage: Stage) -> tuple[float, float]:
         """Return the bytes of weights, gradients and optimizer states of a GPU, and those on its host."""
@@ -132,7 +153,7 @@ class Needs:
         owned = stage.trained / (layout.shards if layout.zero else 1)
         frozen = (self.model.base_bits / 8 or element) * (stage.parameters - stage.trained)
         weights = (element * stage.trained + frozen) / (layout.shards if layout.zero == 3 else 1)
-        gradient = FULL if self._is_megatron else element
+        gradient = max(self.software.held, element)
         gradients = gradient * stage.trained / (layout.shards if layout.zero >= 2 else 1)
         optimizer = self._optimizer * owned
         if layout.offload == "none":
@@ -149,7 +170,7 @@ class Needs:
         """Bytes per parameter of two moments, fp32 master weights, and without ZeRO DeepSpeed's fp32 gradients."""
         if self._element == FULL and not self.layout.zero:
             return 8
-        return 12 if self.layout.zero or not self._is_deepspeed else 16
+        return self.software.states + self._full_gradients
 
     def _buffers(self, stage: Stage) -> float:
         """Return the bytes of two buckets, or of one and gathered layers, and what compression and islands keep."""
@@ -170,21 +191,36 @@ class Needs:
 
     @property
     def _kept(self) -> float:
-        """Bytes per token of a layer's activations that wait for backward (2205.05198)."""
-        if self.layout.recompute == "full":
-            return self._element * self.model.hidden / (self.layout.tensor if self.layout.sequence_parallel else 1)
-        return self._everything
+        """Bytes per token of a layer's activations that wait for backward (2205.05198).
+
+        Selective recomputation keeps the inputs of layer and attention's product, and every second matrix product.
+        """
+        layout, model, element = self.layout, self.model, self._element
+        whole = element * model.hidden / (layout.tensor if layout.sequence_parallel else 1)
+        if layout.recompute == "full":
+            return self.software.checkpoints * whole
+        if not self._repeats:
+            return self._everything
+        width = model.heads * model.head_size
+        products = model.qkv + 2 * model.hidden + (1 + model.gated) * model.ffn * model.active
+        return whole + element * (width + (1 - self.software.selective) * products) / layout.tensor
+
+    @property
+    def _widths(self) -> int:
+        """Matrices of the MLP's width that backward needs. The GELU of transformers' GPT-2 has separate kernels."""
+        if self.model.gated:
+            return 4 if self.software.eager else 3
+        return 5 if self.software.name == "hf" else 2
 
     @property
     def _everything(self) -> float:
         """Bytes per token of a layer's activations without recomputation."""
         model, layout, software, element = self.model, self.layout, self.software, self._element
-        eager = software.name in ("deepspeed", "hf")
         # Inputs of two norms and of the two blocks; the eager norms of Llama also keep fp32 copies.
-        copies = 8 if eager and model.gated and element < FULL else 0
+        copies = 8 if software.eager == 2 and model.gated and element < FULL else 0
         norms = model.hidden * (4 * element + 2 * model.dropout + copies)
-        attention = (model.qkv + model.heads * model.head_size) * (1.5 if eager and not model.positions else 1)
-        mlp = model.ffn * model.active * ((4 if eager else 3) if model.gated else 2)
+        attention = (model.qkv + model.heads * model.head_size) * (1.5 if software.eager and not model.positions else 1)
+        mlp = model.ffn * model.active * self._widths
         flash = software.attention or layout.recompute == "selective"
         scores = 0.0 if flash else (2.5 if model.dropout else 1) * model.heads * self.seq
         inside = element * (attention + mlp + scores) / layout.tensor
@@ -204,7 +240,7 @@ LINK_SPREAD = 0.15
 FITTED_GPU, SCALED_GPU, MEASURED_HERE = 0.07, 0.09, 0.1
 """Relative standard error of a whole step on the GPU of the fit, on one whose constants are scaled from it, and with
 constants that were measured on the cluster (docs/planning.md, "How exact it is")."""
-PROGRAMS = {"megatron": 0.10, "megatron-deepspeed": 0.14, "fsdp": 0.11, "deepspeed": 0.23, "hf": 0.57}
+PROGRAMS = {"megatron": 0.10, "nanotron": 0.24, "megatron-deepspeed": 0.02, "fsdp": 0.10, "deepspeed": 0.23, "hf": 0.21}
 """The same by program, with which 80 % of the intervals hold (`launch/studies/planner_calibration.py`).
 
 That of Megatron is the difference of two papers on equal layouts.

@@ -50,8 +50,17 @@ class Software:
         reused: Elements between two uses of a tensor up to which ZeRO 3 keeps it (`stage3_max_reuse_distance`).
         overlaps: Whether data-parallel messages of every ZeRO stage overlap with computation.
         tensor_overlaps: Whether all-reduces of tensor-parallel backward overlap with weight gradients.
+        hides: Whether messages of ZeRO 3 hide behind computation.
         every_micro_batch: Whether ZeRO 2 reduces after every micro-batch.
         selective: Share of the matrix products that selective recomputation repeats; 0 if it repeats only attention.
+        held: Bytes of an element of the gradients that a rank keeps.
+        states: Bytes per parameter of moments and fp32 weights.
+        update: Bytes per updated parameter of what the optimizer makes for a moment: fp32 gradients, denominators of
+            PyTorch's Adam.
+        logit: Bytes of a logit with its copies and its gradient at the peak.
+        eager: 0 if a layer's elementwise kernels are fused, 1 if those of gates and rotary positions are separate, and
+            keep what they read, 2 if those of norms are, too, with fp32 copies.
+        checkpoints: Share of the checkpointed activations that stay on the GPU.
         attention: Generation of the flash-attention kernel; 0 for separate kernels.
     """
 
@@ -73,6 +82,13 @@ class Software:
     tensor_overlaps: bool
     every_micro_batch: bool
     selective: float
+    held: int
+    update: int
+    logit: int
+    eager: int
+    states: int = 12
+    hides: bool = True
+    checkpoints: float = 1.0
     attention: int = 2
 
 
@@ -82,6 +98,8 @@ _PLAIN = Elementwise(norm=8, residual=6, activation=8, gated=10, rotary=16, scor
 """PyTorch's own fused norms and activations, and separate kernels for everything else."""
 _EAGER = Elementwise(norm=26, residual=6, activation=12, gated=10, rotary=22, scores=14, backward=2.0)
 """Separate kernels: norms and softmax in fp32 take up to five, rotary positions take six."""
+_GELU = 38
+"""Bytes of the eight kernels of transformers' GELU."""
 
 _MEGATRON = Software(
     name="megatron",
@@ -102,6 +120,10 @@ _MEGATRON = Software(
     tensor_overlaps=True,
     every_micro_batch=False,
     selective=0.0,
+    held=4,
+    update=0,
+    logit=6,
+    eager=0,
 )
 _DEEPSPEED = Software(
     name="deepspeed",
@@ -122,6 +144,10 @@ _DEEPSPEED = Software(
     tensor_overlaps=False,
     every_micro_batch=True,
     selective=0.0,
+    held=2,
+    update=4,
+    logit=10,
+    eager=2,
 )
 _FSDP = replace(
     _DEEPSPEED,
@@ -139,12 +165,36 @@ _FSDP = replace(
     reused=0,
     overlaps=True,
     selective=0.5,
+    logit=14,
+    eager=1,
 )
 _PROGRAMS = (
     _MEGATRON,
     _DEEPSPEED,
     _FSDP,
-    replace(_DEEPSPEED, name="hf", loss=52, kernels=48, dispatch=1.6e-5, idle=0.1),
+    replace(
+        _MEGATRON,
+        name="nanotron",
+        elementwise=_PLAIN,
+        kernels=30,
+        dispatch=8e-6,
+        idle=0.05,
+        optimizer=50,
+        held=6,
+        logit=10,
+        eager=1,
+    ),
+    replace(
+        _DEEPSPEED,
+        name="hf",
+        elementwise=replace(_EAGER, activation=_GELU),
+        loss=52,
+        kernels=48,
+        dispatch=1.6e-5,
+        idle=0.1,
+        update=12,
+        logit=14,
+    ),
     replace(
         _DEEPSPEED,
         name="megatron-deepspeed",
@@ -154,6 +204,7 @@ _PROGRAMS = (
         dispatch=7e-6,
         idle=0.05,
         accumulate=12,
+        eager=0,
     ),
 )
 

@@ -185,7 +185,7 @@ class DataParallel:
         if is_gloo and not bits:
             return "nothing"
         if self._reduces_often:
-            return "backward"
+            return "backward" if layout.zero < 3 or self.device.software.hides else "nothing"
         early = is_gloo and layout.pipeline == 1
         return "last backward" if early or layout.zero >= 2 or self.device.software.overlaps else "nothing"
 
@@ -244,7 +244,8 @@ class DataParallel:
         message = self._delivered(parameters / pieces, self._gathered_bits).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{parameters:.3g} elements gathered {count:.3g} times"
-        yield Traffic("gathered weights", message, "all", pieces, coding, formula)
+        window: Window = "all" if software.hides else "nothing"
+        yield Traffic("gathered weights", message, window, pieces, coding, formula)
         if small:
             once = self.links.gather(small * self.device.gpu.element, self._replicas)
             formula = f"{small:.3g} elements gathered once"
@@ -275,7 +276,11 @@ class DataParallel:
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
         issue = self._issue(1) if bits else 0.0
-        return Traffic("gradients between nodes", message, "nothing", 1, coding, formula, issue)
+        # FSDP sends each unit's gradients on as soon as its node has their sum.
+        early = self.device.software.overlaps and not bits
+        pieces = self._pieces(0, self.device.software.bucket) if early else 1
+        window: Window = "last backward" if early else "nothing"
+        return Traffic("gradients between nodes", message, window, pieces, coding, formula, issue)
 
     def _between_islands(self) -> Traffic:
         """Return the exchanges of changed weights in 4 bits, spread over the steps between them."""

@@ -12,6 +12,7 @@ With files, the package's constants predict their rows. `launch/studies/publishe
 import csv
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,16 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.measured import Prior
 from deepspeed_compress.planner.measured import fit as fit_constants
-from deepspeed_compress.planner.predict import PROGRAMS, QUANTILE, Prediction, Predictor
+from deepspeed_compress.planner.predict import (
+    PROGRAMS,
+    QUANTILE,
+    VERDICTS,
+    Memory,
+    Needs,
+    Prediction,
+    Predictor,
+    Verdict,
+)
 from launch.studies.harness import new_parser
 from launch.studies.published_runs import CALIBRATION, OTHERS, Run, read_run
 
@@ -61,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", action="store_true", help="print a line for each run, too")
     options = parser.parse_args(arguments)
     if options.files:
-        compare(list(read(options.files)), options.rows)
+        runs = list(read(options.files))
+        compare(runs, options.rows)
+        print_verdicts(runs)
         return 0
     runs = list(read([CALIBRATION]))
     print(f"fitted to all: {fit(runs)}\nin use:        {Constants()}")
@@ -69,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     others = list(read([OTHERS]))
     print(f"\n{len({run.source for run in others})} sources of other programs")
     compare(others, options.rows)
-    print_left_out([*map(Judged.of, others)])
+    print_left_out([Judged.of(run) for run in others if run.seconds])
+    print_verdicts([*runs, *others])
     return 0
 
 
@@ -82,6 +95,28 @@ def compare(runs: Sequence[Run], shows_rows: bool, errors: Sequence[float | None
         if shows_rows:
             print(line(run, prediction, error))
     print_errors(runs, predictions, [error for error in errors if error is not None])
+
+
+def count_verdicts(runs: Sequence[Run]) -> Counter[tuple[bool, Verdict]]:
+    """Return how many runs that ran, and that were out of memory, have each verdict about their memory."""
+    return Counter((run.ran, predict_memory(run).verdict(run.cluster.gpu.memory)) for run in runs)
+
+
+def wrong(found: Counter[tuple[bool, Verdict]]) -> int:
+    """Return the number of runs that did what the verdict excludes."""
+    return found[True, "does not fit"] + found[False, "fits"]
+
+
+def print_verdicts(runs: Sequence[Run]) -> None:
+    """Print which verdicts runs have that ran, and that were out of memory, and how many are wrong."""
+    found = count_verdicts(runs)
+    print(f"\n{'':13}" + "".join(f"{verdict:>14}" for verdict in VERDICTS))
+    for ran, name in ((True, "ran"), (False, "out of memory")):
+        print(f"{name:13}" + "".join(f"{found[ran, verdict]:14}" for verdict in VERDICTS))
+    fits = sum(found[ran, "fits"] for ran in (True, False))
+    tight = sum(found[ran, "tight"] for ran in (True, False))
+    print(f"wrong: {_share(wrong(found), len(runs))}, of those that fit: {_share(found[False, 'fits'], fits)}")
+    print(f"tight: {_share(tight, len(runs))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +168,11 @@ def predict_run(run: Run, constants: Constants | None = None) -> Prediction:
     return Predictor(run.cluster, run.model, run.software, run.seq, constants or Constants()).predict(run.layout)
 
 
+def predict_memory(run: Run) -> Memory:
+    """Return the predicted memory of a run."""
+    return Needs(run.cluster, run.model, run.software, run.seq, run.layout).fullest()
+
+
 def fit(runs: Sequence[Run]) -> Constants:
     """Return the constants that fit published runs best."""
     return fit_constants([MeasuredStep(run) for run in runs], EXPECTED)
@@ -178,6 +218,10 @@ def print_errors(runs: Sequence[Run], predictions: Sequence[Prediction], errors:
             print(f"{name}: {len(found)} rows, median {_percent(found, 0.5)}, 90th {_percent(found, 0.9)}")
     if inside:
         print(f"intervals of 80 % hold in {100 * sum(inside) / len(inside):.0f} % of the rows")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part / max(1, whole):.1f} %)"
 
 
 def _percent(errors: Sequence[float], share: float) -> str:

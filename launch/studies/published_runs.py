@@ -3,7 +3,8 @@
 Columns: those of `published_steps.csv` (sizes of the model, GPUs, layout, step time). Empty cells take the usual value.
 Further columns are read if they exist: `software` (a key of `SOFTWARE`), `attention` (generation of the flash
 kernel; 0 for separate kernels), `network` (as `--network`), `per_node`, `ffn`, `kv_heads`, `head_size`, `gated`,
-`tied`, `experts`, `active`, `shard_within`, and `year`.
+`tied`, `experts`, `active`, `shard_within`, `year`, `outcome` (`oom`: out of memory), `gpu_gb`, `gpu_tb_s` and
+`gpu_tflops` of a GPU that is unlike that of the table, and `FACTS`.
 """
 
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepspeed_compress.planner.cluster import Cluster, read_network
-from deepspeed_compress.planner.gpus import find_gpu
+from deepspeed_compress.planner.gpus import Gpu, find_gpu
 from deepspeed_compress.planner.layout import Layout, Recompute
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.software import SOFTWARE, Software
@@ -20,7 +21,8 @@ from deepspeed_compress.planner.software import SOFTWARE, Software
 CALIBRATION = Path(__file__).with_name("published_steps.csv")
 """The 18 runs that the constants are fitted to."""
 OTHERS = Path(__file__).with_name("other_steps.csv")
-"""299 runs of about 20 other programs, which the widths of intervals are fitted to. `note` says what was assumed."""
+"""Runs of about 20 other programs, which the widths of intervals are fitted to, and configurations that were out of
+memory. `note` says what was assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Run:
         seq: Tokens of a sequence.
         seconds: Measured seconds of a step, or None.
         memory: Measured bytes of a rank, or None.
+        ran: Whether it ran, or else was out of memory.
     """
 
     source: str
@@ -48,6 +51,7 @@ class Run:
     seq: int
     seconds: float | None
     memory: float | None
+    ran: bool = True
 
 
 def read_run(row: Mapping[str, str | None]) -> Run:
@@ -57,9 +61,10 @@ def read_run(row: Mapping[str, str | None]) -> Run:
     model, seq = _model(cells), int(float(cells["seq"]))
     layout = _layout(cells)
     software = _software(cells, layout, year)
-    if software.name == "megatron":
+    if software.name == "megatron" or (software.name == "nanotron" and layout.tensor > 1):
+        # nanotron gives stages equal work, like DeepSpeed, and divides layers like Megatron.
         layout = replace(layout, engine="megatron")
-    gpu = find_gpu(cells.get("gpu", "A100-80"))
+    gpu = _gpu(cells)
     per_node = min(int(cells.get("per_node", gpu.per_node)), layout.ranks)
     usual = f"{_USUAL_NETWORKS.get(gpu.name, 400)}gbit/gpu"
     network = read_network(cells.get("network", usual), per_node)
@@ -67,8 +72,22 @@ def read_run(row: Mapping[str, str | None]) -> Run:
     memory = float(cells["mem_gb"]) * 1e9 if "mem_gb" in cells else None
     source = cells.get("source", "")
     name = f"{source} {model.name} {layout}"
-    return Run(
-        source, name, Cluster(gpu, layout.ranks, per_node, network), model, software, layout, seq, seconds, memory
+    cluster, ran = Cluster(gpu, layout.ranks, per_node, network), cells.get("outcome") != "oom"
+    return Run(source, name, cluster, model, software, layout, seq, seconds, memory, ran)
+
+
+USABLE = 0.99
+"""Share of a GPU's memory that the driver leaves."""
+
+
+def _gpu(cells: Mapping[str, str]) -> Gpu:
+    """Return the GPU of the table with the figures that differ from it."""
+    gpu = find_gpu(cells.get("gpu", "A100-80"))
+    return replace(
+        gpu,
+        peak=1e12 * float(cells["gpu_tflops"]) if "gpu_tflops" in cells else gpu.peak,
+        memory=USABLE * 2**30 * float(cells["gpu_gb"]) if "gpu_gb" in cells else gpu.memory,
+        memory_rate=1e12 * float(cells["gpu_tb_s"]) if "gpu_tb_s" in cells else gpu.memory_rate,
     )
 
 
@@ -111,11 +130,24 @@ def _software(cells: Mapping[str, str], layout: Layout, year: float) -> Software
     software = SOFTWARE.get(name, SOFTWARE[found])
     usual_kernels = _ATTENTION_HF if software.name == "hf" and "flash" not in text else _ATTENTION
     attention = int(cells.get("attention", next(kind for until, kind in usual_kernels if year < until)))
-    if software.name == "megatron" and year < 2023:
+    if software.name == "megatron" and year < 2023 and "overlaps" not in cells:
         # Megatron reduced all fp16 gradients at once, after backward, until 2023, and did not overlap tensor traffic
         # before 2022.
         software = replace(software, overlaps=False, gradient=2, bucket=1e12, tensor_overlaps=year >= 2022)
-    return replace(software, attention=attention)
+    facts = {name: type(getattr(software, name))(float(cells[name])) for name in FACTS if name in cells}
+    software = replace(software, attention=attention, **facts)
+    if "eager" in facts:
+        alike = next(program for program in SOFTWARE.values() if program.eager == software.eager)
+        software = replace(software, elementwise=alike.elementwise)
+    # Weights and gradients have four bytes beside the states.
+    return replace(software, optimizer=software.optimizer * (software.states + 4) / 16)
+
+
+FACTS = (
+    "optimizer", "gradient", "held", "states", "update", "logit", "eager", "checkpoints", "hides", "overlaps",
+    "tensor_overlaps",
+)  # fmt: skip
+"""Columns with attributes of `Software` in which a run is known to be unlike its program in the table."""
 
 
 def _zero(text: str) -> int:
