@@ -53,6 +53,7 @@ BITS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 """Settings of gradients, and of the weights that ZeRO 1 and 2 send."""
 WEIGHTS = {"bits": 8}
 """Settings of the weights that ZeRO 3 sends."""
+GPT2 = {"model_type": "gpt2", "n_positions": 1024, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
 MODELS: Mapping[str, Mapping[str, int]] = {
     "2M": {"n_layer": 5, "n_embd": 160, "n_head": 5, "vocab_size": 4096},
     "124M": {"n_layer": 12, "n_embd": 768, "n_head": 12},
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help="(default: all)")
     add("--micro-batch", type=positive_integer, default=8, help="sequences (default: 8)")
     add("--seq-len", type=positive_integer, default=128, help="tokens of a sequence (default: 128)")
-    add("--steps", type=positive_integer, default=5, help="measured steps (default: 5)")
+    add("--steps", type=positive_integer, default=3, help="measured steps (default: 3)")
     options = parser.parse_args(arguments)
     options.output_dir.mkdir(parents=True, exist_ok=True)
     return run_study(_study, options, CPU if options.device == "cpu" else {"DS_ACCELERATOR": "cuda"})
@@ -136,7 +137,7 @@ def works(options: argparse.Namespace) -> Iterator[Work]:
     given = {name: getattr(options, name) for name in ("device", "micro_batch", "seq_len", "steps")}
     for name in options.models:
         model = options.output_dir / f"{name}.json"
-        write_json(model, {"model_type": "gpt2", "n_positions": 1024, **MODELS[name]})
+        write_json(model, {**GPT2, **MODELS[name]})
         first = Work(options.only[0], str(model), PER_NODE, options.rates, given)
         scale = find_scale(first, options.output_dir) if options.device == "cpu" else None
         for ranks in options.ranks:

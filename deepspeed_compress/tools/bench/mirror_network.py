@@ -75,11 +75,19 @@ def _own(group: Any, buffer: Tensor) -> Tensor:
     return buffer.chunk(group.size())[group.rank()]
 
 
-GLOO_CALLS: Mapping[str, Callable[[Any, Tensor], Any]] = {
-    "reduce": lambda group, buffer: group.allreduce([buffer]),
-    "gather": lambda group, buffer: group._allgather_base(buffer, _own(group, buffer)),
-    "scatter": lambda group, buffer: group._reduce_scatter_base(_own(group, buffer), buffer),
-    "exchange": lambda group, buffer: group.alltoall_base(buffer, buffer, [], []),
+def _exchange(group: Any, buffer: Tensor) -> list[Any]:
+    parts = buffer.chunk(group.size())
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    return [group.recv([parts[peer]], peer, 0) for peer in peers] + [
+        group.send([parts[peer]], peer, 0) for peer in peers
+    ]
+
+
+GLOO_CALLS: Mapping[str, Callable[[Any, Tensor], list[Any]]] = {
+    "reduce": lambda group, buffer: [group.allreduce([buffer])],
+    "gather": lambda group, buffer: [group._allgather_base(buffer, _own(group, buffer))],
+    "scatter": lambda group, buffer: [group._reduce_scatter_base(_own(group, buffer), buffer)],
+    "exchange": _exchange,
 }
 """Functions that start a collective of gloo with a buffer, by the name of its cost in `planner.cluster.Links`."""
 
@@ -112,7 +120,7 @@ class HostWire:
         if self._zeros.numel() < whole:
             self._zeros = torch.zeros(whole)
         for group, buffer in zip(self._ranks, self._zeros[:whole].split(numel), strict=True):
-            yield GLOO_CALLS[kind](group, buffer)
+            yield from GLOO_CALLS[kind](group, buffer)
 
 
 @dataclass
@@ -193,7 +201,11 @@ class NetworkMirror(Mirror):
         super().__init__(rank, len(members))
         self.wires = wires
         per_node = wires.cluster.per_node
+        self._name = MIRROR if wires.cluster.gpu.backend == "nccl" else f"{MIRROR} of {wires.cluster.gpu.backend}"
         self._group = Group(len(members), sum(member // per_node == members[rank] // per_node for member in members))
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return self._name
 
     def arrive(self, kind: str, size: float) -> Any:
         """Return the handle of a collective, whose names are those of `Links`."""
