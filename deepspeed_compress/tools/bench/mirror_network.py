@@ -67,12 +67,13 @@ def join_gloo() -> Sequence[Any]:
         return list(pool.map(partial(_join, dist.HashStore(), size=2), range(2)))
 
 
-def _join(store: dist.Store, rank: int, size: int) -> Any:
+def _join(store: Any, rank: int, size: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, dist.default_pg_timeout)
 
 
 def _own(group: Any, buffer: Tensor) -> Tensor:
-    return buffer.chunk(group.size())[group.rank()]
+    own: Tensor = buffer.chunk(group.size())[group.rank()]
+    return own
 
 
 def _exchange(group: Any, buffer: Tensor) -> list[Any]:
