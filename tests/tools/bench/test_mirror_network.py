@@ -101,9 +101,9 @@ def test_gloo_works_within_this_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(one.rank(), one.size()) for one in pair] == [(0, 2), (1, 2)]
     wire = HostWire(pair)
     for size in (4.0, 3_000_000.0, 400.0):
-        for arrival in [wire.take(0.0, kind, size) for kind in GLOO_CALLS]:
-            arrival.wait()
-            assert all(work.is_completed() for work in arrival.works)
+        arrivals = [wire.take(0.0, kind, size) for kind in GLOO_CALLS]
+        assert [len(arrival.works) for arrival in arrivals] == [2, 2, 2, 4]
+        assert all(arrival.wait() for arrival in arrivals)
 
 
 def test_a_rank_alone_sends_nothing() -> None:
