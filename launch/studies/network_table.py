@@ -87,7 +87,7 @@ class ScaledWire(HostWire):
         gpu = GPUS[GPU]
         self.gpu, self._delay = replace(gpu, link_rate=scale.rate * gpu.link_rate), scale.seconds
 
-    def constants(self, kind: str, nodes: int) -> Constants:
+    def constants(self, kind: str, ranks: int) -> Constants:
         """Return the constants of a collective: those of NCCL with delays that are as long, relative to a step."""
         return Constants(delay=self._delay)
 

@@ -34,9 +34,9 @@ GLOO_SHARES: Mapping[str, tuple[float, float]] = {
     "gather": (0.65, 0.87),
     "exchange": (0.95, 0.9),
 }
-"""Shares of a link's rate that gloo's collectives reach between two hosts, and between more (`bench comm --emulate`).
+"""Shares of a link's rate that collectives of two ranks, and of more, reach under gloo (`bench comm --emulate`).
 
-Two hosts gather over a single connection, on which announcements wait behind the data.
+Two ranks gather over a single connection, on which announcements wait behind the data.
 """
 CALIBRATION_CYCLES = 10**8
 
@@ -104,9 +104,9 @@ class HostWire:
     def __init__(self, ranks: Sequence[Any] = ()) -> None:
         self._busy_until, self._ranks, self._zeros = 0.0, ranks, torch.zeros(0)
 
-    def constants(self, kind: str, nodes: int) -> Constants:
-        """Return the constants of a collective between `nodes` nodes."""
-        return Constants(network=GLOO_SHARES[kind][nodes > 2], delay=GLOO_DELAY)
+    def constants(self, kind: str, ranks: int) -> Constants:
+        """Return the constants of a collective of `ranks` ranks."""
+        return Constants(network=GLOO_SHARES[kind][ranks > 2], delay=GLOO_DELAY)
 
     def take(self, seconds: float, kind: str, size: float) -> Arrival:
         """Send for `seconds` after what is sent already. `size` bytes of the collective's buffer are of other ranks."""
@@ -152,7 +152,7 @@ class StreamWire:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def constants(self, kind: str, nodes: int) -> Constants:
+    def constants(self, kind: str, ranks: int) -> Constants:
         """Return the constants of a collective, which are those of NCCL."""
         return Constants()
 
@@ -186,7 +186,7 @@ class Wires:
 
     def message(self, kind: str, size: float, group: Group) -> Message:
         """Return the cost of a collective of `group` with a buffer of `size` bytes. Kinds are the names of `Links`."""
-        found: Message = getattr(Links(self.cluster, self.card.constants(kind, group.nodes)), kind)(size, group)
+        found: Message = getattr(Links(self.cluster, self.card.constants(kind, group.ranks)), kind)(size, group)
         return found
 
     def send(self, kind: str, size: float, group: Group) -> Arrival | StreamArrival:

@@ -113,7 +113,7 @@ def test_a_rank_alone_sends_nothing() -> None:
     assert found.sent == 0
 
 
-def test_two_hosts_gather_at_a_smaller_share_of_the_rate() -> None:
+def test_two_ranks_gather_at_a_smaller_share_of_the_rate() -> None:
     seconds = [
         [
             wires(hosts, 1, "100mbit").message(kind, 1e8 * hosts / (hosts - 1), Group(hosts, 1)).seconds
