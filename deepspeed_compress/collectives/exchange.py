@@ -209,6 +209,10 @@ def _host_all_gather(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> P
     return PendingExchange([_gather_parts(link, messages, parts)[0]])
 
 
+def _host_all_gather_by_exchange(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> PendingExchange:
+    return PendingExchange([link.group.alltoall(list(parts), [parts[link.group.rank()]] * len(parts))])
+
+
 def _all_gather(link: Link, messages: Sequence[Tensor]) -> PendingExchange:
     """Use the backend's all-gather, which is matched by call order.
 
@@ -252,15 +256,21 @@ _BY_DEVICE: Mapping[str, _Transport] = {
     "cpu": _Transport(_point_to_point),
     "cuda": _Transport(_all_to_all, _all_gather, _all_to_all_split, _all_gather_split),
 }
-_MIRROR = _Transport(_point_to_point, None, _host_all_to_all, _host_all_gather)
-"""Transport of a mirror on the host: it has no connections, whose number would limit the number of its ranks."""
+_BY_MIRROR: Mapping[str, _Transport] = {
+    "mirror": _Transport(_point_to_point, None, _host_all_to_all, _host_all_gather),
+    "mirror of gloo": _Transport(_point_to_point, None, _host_all_to_all, _host_all_gather_by_exchange),
+}
+"""Transports of mirrors on the host, by name: they have no connections, whose number would limit that of ranks.
+
+Between hosts under gloo, every rank sends what is gathered to each of the others.
+"""
 
 
 def _choose_transport(group: ProcessGroup, device: torch.device) -> _Transport:
     if device.type == "cuda" and group.name() == "gloo":
         return _Transport(_staged)
-    if device.type == "cpu" and group.name() == "mirror":
-        return _MIRROR
+    if device.type == "cpu" and group.name() in _BY_MIRROR:
+        return _BY_MIRROR[group.name()]
     return _BY_DEVICE[device.type]
 
 

@@ -18,7 +18,12 @@ from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
-CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU: Mapping[str, str] = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 """Environment of runs on this machine."""
 
 
@@ -61,13 +66,15 @@ def prepare_data(options: argparse.Namespace) -> str:
     return key
 
 
-def run_study(study: Callable[[argparse.Namespace], bool], options: argparse.Namespace) -> int:
+def run_study(
+    study: Callable[[argparse.Namespace], bool], options: argparse.Namespace, environment: Mapping[str, str] = CPU
+) -> int:
     """Run a study, which returns True if all of its runs are finished. Return the exit status.
 
     It is 0, 1 if a run failed, or 2 if an option is wrong.
     """
     # Set these before the processes of the runs import torch.
-    os.environ |= CPU
+    os.environ |= environment
     try:
         return 0 if study(options) else 1
     except CompressError as error:

@@ -82,6 +82,7 @@ PARTS = (
     Part("steps", "training of every ZeRO stage, whatever the order of streams", 85),
     Part("features", "short trainings of two ranks, one for each feature", 60),
     Part("step_time", "GPT-2: step time without a network limit, of 2 to 512 ranks, with traces", 130),
+    Part("network_time", "GPT-2: step time at 10, 25 and 100 Gbit/s of a computed network", 90),
     Part("loss", "GPT-2: loss with and without compression", 80),
 )
 """Parts, most valuable first."""

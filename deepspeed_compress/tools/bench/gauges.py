@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from deepspeed_compress.tools.bench.links import DEVICE, set_own_rate
 from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
-from deepspeed_compress.tools.bench.mirror_network import join_network_mirror, set_mirrored_rate
+from deepspeed_compress.tools.bench.mirror_network import Card, Wires, join_network_mirror, make_card, set_mirrored_rate
 from deepspeed_compress.tools.bench.options import MirrorOptions
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
@@ -54,18 +54,22 @@ def join() -> Ranks:
     return start_ranks(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def join_images(ranks: int, network: MirrorOptions | None) -> Ranks:
-    """Join `ranks` - 1 mirror images of this process, as rank 0, behind a computed network if there is one."""
+def join_images(ranks: int, network: MirrorOptions | None, card: Card | None = None) -> Ranks:
+    """Join `ranks` - 1 mirror images of this process, as rank 0, behind a computed network if there is one.
+
+    Its messages leave by `card`; None for that of the device.
+    """
     _silence()
+    wires = None if network is None else Wires(network, ranks, card or make_card())
     local = str(ranks if network is None else network.per_node)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": local}
     # No extension is built: its shared memory connects processes, and there may be no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(0)
-    if network is None:
+    if wires is None:
         join_mirror(ranks)
     else:
-        join_network_mirror(ranks, network)
+        join_network_mirror(ranks, wires)
     deepspeed.init_distributed(MIRROR, auto_mpi_discovery=False)
     return Ranks(0, ranks, 0)
 

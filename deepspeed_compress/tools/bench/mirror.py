@@ -9,7 +9,7 @@ step without a network limit. The training result is meaningless, because the ot
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 from typing import Any
 
 import torch
@@ -69,13 +69,12 @@ def reflect(sent: Tensor | None, output: Tensor) -> None:
 
 def _reflect_all(sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Apply `reflect` to all pairs, in as few launches as a backend needs for a collective."""
-    pairs = [(one, output) for one, output in zip(sent, outputs, strict=True) if output.numel()]
-    equal = [(one, output) for one, output in pairs if one.shape == output.shape]
-    others = [output for one, output in pairs if one.shape != output.shape]
-    if equal:
-        torch._foreach_copy_([output for _, output in equal], [one for one, _ in equal])
-    if others:
-        torch._foreach_zero_(others)
+    lengths = list(zip(map(Tensor.numel, sent), map(Tensor.numel, outputs), strict=True))
+    equal, others = [one == other > 0 for one, other in lengths], [one != other > 0 for one, other in lengths]
+    if any(equal):
+        torch._foreach_copy_(list(compress(outputs, equal)), list(compress(sent, equal)))
+    if any(others):
+        torch._foreach_zero_(list(compress(outputs, others)))
 
 
 class Mirror(dist.ProcessGroup):
@@ -135,17 +134,17 @@ class Mirror(dist.ProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         _reflect_all(inputs, outputs)
-        return self._exchanged([one.nbytes for one in inputs])
+        return self._exchanged(sum(one.nbytes for one in inputs) - inputs[self.rank()].nbytes)
 
     def alltoall_base(
         self, output: Tensor, sent: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any = None
     ) -> Any:
         """Exchange parts of buffers. Neighboring parts that are as long as the message are copied at once."""
-        row = sent.nbytes // max(1, len(sent))
-        sizes = [row * count for count in inputs] or [sent.nbytes // self.size()] * self.size()
-        if list(outputs) == list(inputs):
+        own = inputs[self.rank()] if inputs else len(sent) // self.size()
+        others = sent.nbytes * (len(sent) - own) // max(1, len(sent))
+        if outputs == inputs:
             output.copy_(sent)
-            return self._exchanged(sizes)
+            return self._exchanged(others)
         output.zero_()
         targets, sources = list(accumulate(outputs, initial=0)), list(accumulate(inputs, initial=0))
         same = [one == other and one > 0 for one, other in zip(outputs, inputs, strict=True)]
@@ -154,11 +153,10 @@ class Mirror(dist.ProcessGroup):
             if is_same:
                 first, end = run[0], run[-1] + 1
                 output[targets[first] : targets[end]] = sent[sources[first] : sources[end]]
-        return self._exchanged(sizes)
+        return self._exchanged(others)
 
-    def _exchanged(self, sizes: Sequence[int]) -> Any:
-        """Return the handle of an exchange with a message of `sizes` bytes for each rank. That for itself is none."""
-        others = sum(sizes) - sizes[self.rank()]
+    def _exchanged(self, others: int) -> Any:
+        """Return the handle of an exchange in which `others` bytes are for other ranks."""
         return self.arrive("exchange", others * self.size() / max(1, self.size() - 1))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:

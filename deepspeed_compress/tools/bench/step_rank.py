@@ -64,10 +64,10 @@ def measure_group(
 
 def _compute_only(workload: Workload, count: int, log: Log) -> Row:
     log("compute only")
-    _step_of(workload, compute_only(workload))()  # memory that is loaded only once does not belong to any contender
+    step_of(workload, compute_only(workload))()  # memory that is loaded only once does not belong to any contender
     peak = gauges.Peak()
     system = compute_only(workload)
-    step = _step_of(workload, system)
+    step = step_of(workload, system)
     peak.begin()
     gauges.times(step, system.first_steps)
     dist.barrier()
@@ -76,7 +76,8 @@ def _compute_only(workload: Workload, count: int, log: Log) -> Row:
     return {"compute_only_s": gauges.over_ranks(seconds), "compute_only_peak_bytes": gauges.gather(peak.bytes())}
 
 
-def _step_of(workload: Workload, system: System) -> Step:
+def step_of(workload: Workload, system: System) -> Step:
+    """Return a step of the system on this rank's tokens."""
     return partial(system.stepper.train, tokens(workload, system.share))
 
 
@@ -87,7 +88,7 @@ def _measure(
     _set_rate(UNLIMITED, steps)
     peak = gauges.Peak()
     system = make(workload, contender)
-    step, counted = _step_of(workload, system), _count_steps(system.session)
+    step, counted = step_of(workload, system), _count_steps(system.session)
     peak.begin()
     gauges.times(step, system.first_steps)
     for rate, count in steps.items():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -40,3 +41,36 @@ def test_a_mirror_has_as_many_ranks_as_it_says() -> None:
     assert whole.tolist() == [0, 1, 2] * 2
     group._reduce_scatter_base(x, whole).wait()
     assert x.tolist() == [0, 2, 4]
+
+
+class Counting(Mirror):
+    """Mirror that records its exchanges."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.sizes: list[float] = []
+
+    def arrive(self, kind: str, size: float) -> Any:
+        self.sizes.append(size)
+        return super().arrive(kind, size)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        ([], [], [1, 1, 2, 2, 3, 3]),
+        ([2, 2, 2], [2, 2, 2], [1, 1, 2, 2, 3, 3]),
+        ([0, 3, 3], [0, 3, 3], [1, 1, 2, 2, 3, 3]),
+        ([2, 3, 1], [3, 3, 0], [0, 0, 0, 2, 2, 3]),
+    ],
+)
+def test_parts_of_an_exchange_come_back(inputs: list[int], outputs: list[int], expected: list[int]) -> None:
+    mirror = Counting(3)
+    group: Any = mirror
+    sent, output = torch.tensor([1, 1, 2, 2, 3, 3]), torch.full((6,), 5)
+    group.alltoall_base(output, sent, outputs, inputs).wait()
+    assert output.tolist() == expected
+    others = 8 * (6 - (inputs[0] if inputs else 2))
+    assert mirror.sizes == [others * 3 / 2]
+    group.alltoall([output[:2], output[2:3], output[3:]], [sent[:2], sent[2:3], sent[3:]]).wait()
+    assert mirror.sizes[1] == 8 * 4 * 3 / 2

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Compare `ds-compress bench step --mirror N --rate R` with the same steps on N emulated hosts of this machine.
+
+Each case is a ZeRO stage on some hosts. DeepSpeed and the package are measured at each rate of links: first on the
+emulated hosts, then in a mirror. As many mirrors as hosts run at once, since hosts share the processors, too. Finished
+cases are kept. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
+
+examples, from the root of the repository:
+  python -m launch.studies.mirror_network --output-dir runs/mirror
+  python -m launch.studies.mirror_network --output-dir runs/mirror --only "ZeRO 3, 2 hosts"
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.safe_files import write_json
+from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
+from deepspeed_compress.tools.bench.jobs import EmulatedRanks, Row
+from deepspeed_compress.tools.bench.links import enter_user_namespace
+from deepspeed_compress.tools.bench.options import Emulation
+from deepspeed_compress.tools.bench.workload import DEEPSPEED, group_contenders
+from launch.studies.harness import CPU, ROOT, markdown, new_parser, run_study, tracked
+
+
+@dataclass(frozen=True)
+class Case:
+    """ZeRO stage on a number of hosts with one rank each."""
+
+    zero: int
+    hosts: int
+
+    def __str__(self) -> str:
+        return f"ZeRO {self.zero}, {self.hosts} hosts"
+
+    @property
+    def config(self) -> str:
+        """Path of the configuration."""
+        return str(ROOT / "configs" / CONFIGS[self.zero])
+
+
+CONFIGS = ("zero0_int4.json", "zero1_int4_weights.json", "zero2_int4_weights.json", "zero3_int4_weights8.json")
+"""Configurations by ZeRO stage."""
+CASES: Mapping[str, Case] = {str(case): case for case in (Case(zero, hosts) for hosts in (2, 4) for zero in range(4))}
+STEPS: Mapping[str | None, int] = {"5gbit": 15, "1gbit": 15, "100mbit": 7}
+"""Measured steps by rate."""
+TIMEOUT = 600.0
+NEAR = 0.1
+"""Difference of steps that are near each other."""
+COLUMNS = ("step", "rate", "emulated, s", "mirror, s", "difference")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds of the same step on emulated hosts and in a mirror."""
+
+    name: str
+    rate: str
+    emulated: float
+    mirror: float
+
+    @property
+    def difference(self) -> float:
+        """Difference of the mirror's seconds, relative to those of the hosts."""
+        return self.mirror / self.emulated - 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the missing cases, and print the table."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the figures")
+    parser.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_2m.json", metavar="FILE")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="(default: all)")
+    options = parser.parse_args(arguments)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    enter_user_namespace([sys.executable, "-m", "launch.studies.mirror_network", *sys.argv[1:]])
+    return run_study(_study, options)
+
+
+def _study(options: argparse.Namespace) -> bool:
+    found = [pair for name in tracked(options.only) for pair in pairs(CASES[name], outcome(CASES[name], options))]
+    print(markdown(COLUMNS, [row(pair) for pair in found]), end="")
+    print(summary(found))
+    return True
+
+
+def outcome(case: Case, options: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the rows of a case, of an earlier run if there is one."""
+    file = options.output_dir / f"zero{case.zero}_hosts{case.hosts}.json"
+    if not file.is_file():
+        write_json(file, {"emulated": emulated(case, options.model), "mirrors": mirrors(case, options.model)})
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def emulated(case: Case, model: Path) -> list[Row]:
+    """Return the rows of emulated hosts.
+
+    Raises:
+        CompressError: A process failed.
+    """
+    sizes = {"micro_batch": None, "seq_len": 64, "seed": 0}
+    [group] = group_contenders([case.config], str(model), [DEEPSPEED], sizes, case.hosts)
+    rates = tuple(rate for rate in STEPS if rate)
+    rows, failure = EmulatedRanks(Emulation(case.hosts, rates), TIMEOUT).run([group.to_job(STEPS)])
+    if failure is not None:
+        raise CompressError(f"{case}: emulated hosts: {failure}")
+    return rows
+
+
+def mirrors(case: Case, model: Path) -> list[list[Row]]:
+    """Return the rows of each of the mirrors, which run at once.
+
+    Raises:
+        CompressError: A process failed.
+    """
+    steps = ("--rate", *STEPS, "--steps", *STEPS.values())
+    job = ("--mirror", case.hosts, *steps, "--config", case.config, "--model", model, "--output")
+    command = shlex.join(map(str, (sys.executable, "-m", "deepspeed_compress.cli", "bench", "step", *job)))
+    with signals_as_exceptions(), tempfile.TemporaryDirectory() as directory, Cluster(case.hosts) as cluster:
+        run = cluster.run(["sh", "-c", f"exec {command} {directory}/$RANK.json"], CPU, TIMEOUT)
+        if run.failure is not None:
+            run.print_ends()
+            raise CompressError(f"{case}: mirrors: {run.failure}")
+        return [json.loads(file.read_text(encoding="utf-8"))["rows"] for file in Path(directory).glob("*.json")]
+
+
+def pairs(case: Case, found: Mapping[str, Any]) -> Iterator[Pair]:
+    """Yield the steps of a case, with the mean over its mirrors."""
+    by_step = [{_step(row): row["step_s"]["median"] for row in rows} for rows in found["mirrors"]]
+    for one in found["emulated"]:
+        name, rate = _step(one)
+        mirrored = statistics.mean(seconds[name, rate] for seconds in by_step)
+        yield Pair(f"{case}, {name}", rate, one["step_s"]["median"], mirrored)
+
+
+def _step(row: Row) -> tuple[str, str]:
+    """Return what was measured: the system and the rate."""
+    return row["contender"]["name"], row["rate"]
+
+
+def row(pair: Pair) -> Sequence[str]:
+    """Return the cells of a step."""
+    return (pair.name, pair.rate, f"{pair.emulated:.3f}", f"{pair.mirror:.3f}", f"{100 * pair.difference:+.0f} %")
+
+
+def summary(found: Sequence[Pair]) -> str:
+    """Return how near all steps are."""
+    near = sum(abs(pair.difference) <= NEAR for pair in found)
+    median = statistics.median(pair.difference for pair in found)
+    return f"within {100 * NEAR:.0f} %: {near} of {len(found)}, median difference {100 * median:+.1f} %"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
