@@ -45,7 +45,7 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
     if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
         meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
         text = f"an engine is not compressed: {problem} {meant}"
-        warnings.warn(text, CompressWarning, stacklevel=4)
+        warnings.warn(text, CompressWarning, stacklevel=5)
 
 
 def warn_of_ignored_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
