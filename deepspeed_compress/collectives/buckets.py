@@ -100,7 +100,7 @@ def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], w
 
 
 def partition_each(sizes: Iterable[tuple[str, int]], world_size: int) -> Partition:
-    """Return a bucket of parameters (name, numel), each cut into equal shares of all owners; the last may be shorter."""
+    """Return a bucket of parameters (name, numel), each cut into equal shares; the last may be shorter."""
     parts = []
     for name, numel in sizes:
         share = -(-numel // world_size)
