@@ -26,7 +26,6 @@ from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.background import MeansStream, MeansThread
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.node_gradients import Found, Key, NodeGradients, may_average_early
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import (
@@ -128,7 +127,7 @@ class NodeShards:
         self._gradients = NodeGradients(engine, unit, session.patches)
         self._early: EarlyReductions | None = None
         self._stream = _reduction_stream(engine)
-        attach_reduction(session, self._overlap, _overlap_nothing)
+        session.replace_reduction(self._overlap, _overlap_nothing)
 
     def _overlap(self, patches: Patches) -> None:
         """Begin to average buckets during backward."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
@@ -47,7 +46,7 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
         returns 0, because each gather is counted when it happens.
     """
     optimizer, buckets = engine.optimizer, _Buckets(engine, session)
-    attach_reduction(session, partial(_replace, engine, buckets), partial(_only_count, optimizer, buckets))
+    session.replace_reduction(partial(_replace, engine, buckets), partial(_only_count, optimizer, buckets))
     _count_weights(optimizer, session)
     count_gathers(optimizer, session, "_apply_muon_to_accumulated_grads")
     return lambda: 0  # counted already, gather by gather
