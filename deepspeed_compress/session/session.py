@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.collectives.reduction import GroupedReductions, ReductionContext
@@ -18,7 +19,7 @@ from deepspeed_compress.monitor.journal import utc_now
 from deepspeed_compress.policy import Observation, Policy, StepPlan
 from deepspeed_compress.session.engine import BackgroundCheckpoints, EngineDescription, IslandExchanges
 from deepspeed_compress.session.gradients import GradientReductions, StepSettings
-from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run, of_first
+from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run
 from deepspeed_compress.session.patches import Patches, SwitchedPatches
 from deepspeed_compress.session.probing import Prober, WeightTraffic
 from deepspeed_compress.session.reporting import Reporter

@@ -35,6 +35,7 @@ from deepspeed_compress.backends.deepspeed.weights.copies import (
     named_untrained,
 )
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import ring_all_reduce
@@ -62,8 +63,7 @@ def equalize_weights(engine: Any, unit: NodeUnit, *, is_new: bool) -> bool:
     masters = find_master_weights(engine)
     check_equal_layouts(masters, unit)
     differs = any(copy_from_first([one.values for one in masters.slices], engine.device, unit.peers))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (differs, {one.parameter for one in masters.slices}))
+    found = gather_objects((differs, {one.parameter for one in masters.slices}))
     changed = any(differs for differs, _ in found)
     if changed:
         masters.publish()
