@@ -77,12 +77,12 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     """Install the hooks on `model` that the section requires. If this raises, nothing is left on the model."""
     session = attached.session
     exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
-    check = exchange(divided.units, divided.ranks, attached)
+    checks = exchange(divided.units, divided.ranks, attached)
     weights, rounded = divided.rounding(session), divided.rounded(session.config.weights)
     if weights is not None:
         warn_without_frozen(weights, rounded)
     gathers = Gathers(model, divided.units, divided.ranks, session, weights, rounded)
-    hook = partial(_check, (check, gathers.check))
+    hook = partial(_check, [*checks, gathers.check])
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
     for unit in divided.units:
         # Methods of `register_fsdp_forward_method` and parts of the model do not call its hooks.
