@@ -115,7 +115,7 @@ TABLE = {
         "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"
     ),
     "backends.deepspeed.rollout": allow("config errors monitor session.patches", "torch", lazily="rollout"),
-    "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
+    "backends.deepspeed.restarts": allow("checkpointing collectives.objects launcher.heartbeat errors session"),
     "backends.deepspeed.steps": allow(
         "backends.deepspeed checkpointing.deepspeed.checkpoint session", "torch deepspeed"
     ),
@@ -203,15 +203,16 @@ TABLE = {
         "deepspeed transformers",
     ),
     "integrations.trainer_callback": allow(
-        "checkpointing.completeness checkpointing.directory config errors local_sgd.deepspeed.elastic monitor session",
+        "checkpointing.completeness checkpointing.directory collectives.objects config errors "
+        "local_sgd.deepspeed.elastic monitor session",
         "accelerate deepspeed torch transformers",
     ),
     "integrations.trl": allow(
         "errors rollout.checkpoint_names rollout.vllm rollout.vllm_adapters session.patches", "trl"
     ),
-    "integrations.agent_lightning": allow("agents errors", "agentlightning httpx torch"),
+    "integrations.agent_lightning": allow("agents collectives.objects errors", "agentlightning httpx torch"),
     "integrations.plain": allow(
-        "errors integrations.patching",
+        "errors integrations.patching session.patches",
         lazily="accelerate backends integrations.followed torch transformers",
     ),
     "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),

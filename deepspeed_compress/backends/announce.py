@@ -13,7 +13,7 @@ from functools import partial
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.choice_names import NOW
-from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
 from deepspeed_compress.config import (
@@ -186,21 +186,6 @@ def _why_exact(weights: CompressedWeights) -> str:
     if weights.frozen:
         return "packed, or of a type that is not trained, and travel exactly"
     return 'frozen and travel exactly (in weights, "frozen": true rounds those that are not packed)'
-
-
-def one_bucket(sizes: Sequence[tuple[str, int]], ranks: int, apart: bool) -> Partition:
-    """Return one bucket with all parameters, given as (name, numel), cut evenly among the ranks.
-
-    With `apart`, each parameter is cut evenly instead of the whole bucket.
-    """
-    if not apart:
-        return even_partition(sizes, ranks)
-    return partition_by_sizes([(name, _shares(numel, ranks)) for name, numel in sizes], ranks)
-
-
-def _shares(numel: int, ranks: int) -> list[tuple[int, int]]:
-    share = -(-numel // ranks)
-    return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
 def mean_bytes(session: Session, partition: Partition, everywhere: bool) -> float:

@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -32,27 +33,31 @@ class Scaler(Protocol):
     def update(self, new_scale: Any = None) -> None: ...
 
 
-class StepFollower(Protocol):
-    """Interface for objects that report to sessions how the steps of an optimizer end.
+class StepFollower(ABC):
+    """Base class of objects that report to sessions how the steps of an optimizer end.
 
     Attributes:
         count: number of finished steps, including skipped ones.
         reduced: True if gradients of the running step have been reduced.
     """
 
-    count: int
-    reduced: bool
+    count = 0
+    reduced = False
 
     @property
+    @abstractmethod
     def loss_scale(self) -> float:
         """Return the factor that gradients carry; 1.0 without a scaler."""
 
+    @abstractmethod
     def begin(self, step: int) -> None:
         """Begin optimizer step `step` (0-based)."""
 
     def gradients_reduced(self) -> None:
         """Note that gradients of the running step have been reduced."""
+        self.reduced = True
 
+    @abstractmethod
     def forget(self) -> None:
         """Discard the reductions of the running step, if any, because the gradients were cleared."""
 
@@ -91,10 +96,10 @@ def _clear(steps: StepFollower, zero_grad: Callable[..., None], *args: Any, **op
     steps.forget()
 
 
-class TorchSteps:
+class TorchSteps(StepFollower):
     """Reports to `session` how every step of `optimizer` ended.
 
-    `count` is the number of finished steps, including skipped ones. A step is finished when the optimizer has stepped.
+    A step is finished when the optimizer has stepped.
     With a `scaler`, it is finished at the scaler's next update, because the loss scale changes there and steps that
     overflow are skipped; or when gradients are cleared, if the program has stepped without the scaler. If the scale
     changes for another optimizer, the running step is treated as skipped. The same applies if gradients were reduced
@@ -102,9 +107,6 @@ class TorchSteps:
     """
 
     def __init__(self, session: Session, optimizer: Optimizer, scaler: Scaler | None) -> None:
-        self.count = 0
-        self.reduced = False
-        """True if gradients of the running step have been reduced."""
         self._session = session
         self._optimizer = optimizer
         self._scaler = scaler
@@ -122,17 +124,11 @@ class TorchSteps:
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def begin(self, step: int) -> None:
-        """Begin optimizer step `step` (0-based)."""
         self.count, self.reduced, self._asked, self._applied = step, False, False, False
         self._changes_before = self._changes()
         self._session.begin(step, self.loss_scale)
 
-    def gradients_reduced(self) -> None:
-        """Note that gradients of the running step have been reduced."""
-        self.reduced = True
-
     def forget(self) -> None:
-        """Discard the reductions of the running step, if any, because the gradients were cleared."""
         if self.reduced and not self._asked:
             self._warn_of_another()
             # Applied if the program has stepped without the scaler.

@@ -99,6 +99,15 @@ def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], w
     return Partition(tuple(segments), world_size)
 
 
+def partition_each(sizes: Iterable[tuple[str, int]], world_size: int) -> Partition:
+    """Return a bucket of parameters (name, numel), each cut into equal shares; the last may be shorter."""
+    parts = []
+    for name, numel in sizes:
+        share = -(-numel // world_size)
+        parts.append((name, [(rank, max(0, min(share, numel - rank * share))) for rank in range(world_size)]))
+    return partition_by_sizes(parts, world_size)
+
+
 @lru_cache(maxsize=LAYOUTS)
 def partition_by_owners(sizes: tuple[tuple[str, int], ...], world_size: int) -> Partition:
     """Return a buffer of the owners' shares, each a share of every parameter (name, numel of a share)."""

@@ -13,3 +13,12 @@ def gather_objects(one: T, group: ProcessGroup | None = None) -> list[T]:
     found = [one] * dist.get_world_size(group)
     dist.all_gather_object(found, one, group=group)
     return found
+
+
+def of_first(value: T, group: ProcessGroup | None = None) -> T:
+    """Return the `value` of the first rank of `group`, or of the job if None. Collective, unless there is no job."""
+    if not dist.is_initialized():
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]

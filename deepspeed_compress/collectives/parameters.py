@@ -71,22 +71,15 @@ MAIN = 1
 GRADIENTS = "/deepspeed_compress/gradients"
 
 
-@dataclass(frozen=True, eq=False)
-class ChannelTable:
-    """Map from parameter name to channel. Parameters that are not in it are sent uncompressed."""
-
-    channel_of: Mapping[str, int]
-
-
 def overrides_with_channel(settings: AnyCompressedGradients) -> list[Override]:
     """Return the overrides that have their own channel."""
     return [override for override in settings.overrides if not override.is_uncompressed]
 
 
-def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> ChannelTable:
+def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> dict[str, int]:
     """Return the channel of every compressed parameter: that of the first matching override, else the method's.
 
-    Warns as described in `Reductions`.
+    Parameters without a channel are sent uncompressed. Warns as described in `Reductions`.
     """
     excluded = {parameters.user_name(name) for name in parameters.excluded}
     _warn_about_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in excluded])
@@ -97,7 +90,7 @@ def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> C
         if name not in raw and not (override is not None and override.is_uncompressed):
             found[name] = MAIN if override is None else MAIN + 1 + own.index(override)
     _warn_if_uncompressed(settings, parameters, found)
-    return ChannelTable(found)
+    return found
 
 
 def _first_match(overrides: Sequence[Override], name: str) -> Override | None:

@@ -15,7 +15,6 @@ from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.parameters import (
     MAIN,
-    ChannelTable,
     Parameters,
     find_channels,
     find_low_rank,
@@ -34,6 +33,8 @@ from deepspeed_compress.config import MethodConfig, PowerSGDGradients
 from deepspeed_compress.config.overrides import Override, OverrideConfig
 from deepspeed_compress.config.places import AnyCompressedGradients, DGCGradients, LayeredGradients, NodeConfig
 
+ChannelsOf = Callable[[AnyCompressedGradients], Mapping[str, int]]
+"""Function that returns the channels for given settings; see `find_channels`."""
 FACTORS_LEVEL = 2
 """Level of the reducer of low-rank factors (see `Messages`). Level 0 is between nodes and level 1 inside a node."""
 SETTINGS = 16
@@ -121,13 +122,11 @@ class Reductions:
             already; None to find them, and to emit the warnings.
     """
 
-    def __init__(
-        self, context: ReductionContext, channels_of: Callable[[AnyCompressedGradients], ChannelTable] | None = None
-    ) -> None:
+    def __init__(self, context: ReductionContext, channels_of: ChannelsOf | None = None) -> None:
         self.context = context
         # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
         self._channels_of = channels_of or lru_cache(maxsize=SETTINGS)(partial(find_channels, context.parameters))
-        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context))
+        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context, self._channels_of))
 
     def over(self, groups: Groups, owner: str, seed: int) -> "Reductions":
         """Return the reductions of parameters of the same model that are averaged over other `groups`.
@@ -143,8 +142,7 @@ class Reductions:
 
     def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
         """Return the reducers for `settings` in optimizer step `step` (0-based)."""
-        codecs = find_codecs(settings, self.context.parameters, step)
-        return self._reduction(settings, codecs, self._channels_of(settings))
+        return self._reduction(settings, find_codecs(settings, self.context.parameters, step))
 
 
 def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int) -> Codecs:
@@ -170,9 +168,9 @@ def _override_codec(override: Override, raw: Codec, step: int) -> Codec:
 
 
 def _make_reduction(
-    context: ReductionContext, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable
+    context: ReductionContext, channels_of: ChannelsOf, settings: AnyCompressedGradients, codecs: Codecs
 ) -> Reduction:
-    builder = _ReducerBuilder(context, settings, codecs, table.channel_of)
+    builder = _ReducerBuilder(context, settings, codecs, channels_of(settings))
     return Reduction(builder.compressed(), builder.plain(), builder.flushing())
 
 

@@ -23,6 +23,7 @@ from agentlightning.types import Dataset
 from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learned, Learner
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.errors import RolloutError
 
 _LOG = logging.getLogger(__name__)
@@ -365,6 +366,4 @@ def _sample(triplet: Triplet, reward: float, group: str, episode: str) -> Sample
 
 def _shared(samples: Sequence[Sample] | None) -> Sequence[Sample] | None:
     """Return the samples of the first rank; None when it has ended. Collective."""
-    found = [samples]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return of_first(samples)

@@ -6,7 +6,7 @@ Trainers that use the section get logs, resume from complete checkpoints, and re
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import Trainer
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.integrations.install import install
-from deepspeed_compress.integrations.patching import replace_method
+from deepspeed_compress.integrations.patching import Undo, replace_methods
 from deepspeed_compress.integrations.sections import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback, newest_complete_checkpoint
 from deepspeed_compress.launcher.heartbeat import RESUME
@@ -48,7 +48,7 @@ def attach(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def follow_trainers() -> Callable[[], None]:
+def follow_trainers() -> Undo:
     """Add a `CompressionCallback` to every later Trainer whose configuration has the section.
 
     Such Trainers also resume from their own checkpoints (`_resuming`).
@@ -56,49 +56,40 @@ def follow_trainers() -> Callable[[], None]:
     Returns:
         A function that undoes both changes.
     """
-
-    def wrap(original: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(original)
-
-        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
-            refuse_pipeline(signature.bind(self, *args, **options).arguments.get("model"))
-            original(self, *args, **options)
-            if SECTION in (configuration_of(self) or {}):
-                add_callback(self)
-
-        return __init__
-
-    with ExitStack() as undo:
-        undo.callback(replace_method(Trainer, "__init__", wrap))
-        undo.callback(replace_method(Trainer, "train", _resuming))
-        return undo.pop_all().close
+    return replace_methods((Trainer, "__init__", _with_callback), (Trainer, "train", _resuming))
 
 
-def _resuming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `train` that resumes from Trainer's newest complete checkpoint.
+def _with_callback(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
+    """Make a Trainer with a callback, if its configuration has the section."""
+    refuse_pipeline(inspect.signature(original).bind(self, *args, **options).arguments.get("model"))
+    original(self, *args, **options)
+    if SECTION in (configuration_of(self) or {}):
+        add_callback(self)
+
+
+def _resuming(
+    original: Callable[..., Any], self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
+) -> Any:
+    """Run `Trainer.train`, which resumes from Trainer's newest complete checkpoint.
 
     It does so if the section or the environment requests resuming and the program names no other checkpoint. If SIGTERM
     has ended training, the program exits as well, because it would otherwise treat the model as fully trained.
     """
-
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        section = (configuration_of(self) or {}).get(SECTION)
-        if section is None:
-            return original(self, resume_from_checkpoint, *args, **options)
-        with _leave_resuming_to_trainer(section) as requested:
-            chosen = resume_from_checkpoint
-            if chosen is True and section.get("checkpointing") is not None:
-                # The newest checkpoint may be incomplete if training was interrupted. If there is none, Trainer raises.
-                chosen = newest_complete_checkpoint(Path(self.args.output_dir)) or True
-            elif chosen is None and requested:
-                chosen = newest_complete_checkpoint(Path(self.args.output_dir))
-            result = original(self, chosen, *args, **options)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, CompressionCallback):
-                callback.exit_if_requested()
-        return result
-
-    return train
+    section = (configuration_of(self) or {}).get(SECTION)
+    if section is None:
+        return original(self, resume_from_checkpoint, *args, **options)
+    with _leave_resuming_to_trainer(section) as requested:
+        chosen = resume_from_checkpoint
+        if chosen is True and section.get("checkpointing") is not None:
+            # The newest checkpoint may be incomplete if training was interrupted. If there is none, Trainer raises.
+            chosen = newest_complete_checkpoint(Path(self.args.output_dir)) or True
+        elif chosen is None and requested:
+            chosen = newest_complete_checkpoint(Path(self.args.output_dir))
+        result = original(self, chosen, *args, **options)
+    for callback in self.callback_handler.callbacks:
+        if isinstance(callback, CompressionCallback):
+            callback.exit_if_requested()
+    return result
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.integrations.patching import Undo, after_import, replace_method
+from deepspeed_compress.integrations.patching import Undo, after_import, replace_methods
 from deepspeed_compress.integrations.plain import attach_to_all
 
 
@@ -54,29 +54,20 @@ def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], 
 def _follow_deepspeed() -> Undo:
     import deepspeed
 
-    with ExitStack() as undo:
-        undo.callback(replace_method(deepspeed, "initialize", _attaching))
-        undo.callback(replace_method(deepspeed.zero.Init, "__init__", _sharding_within))
-        return undo.pop_all().close
+    return replace_methods((deepspeed, "initialize", _attaching), (deepspeed.zero.Init, "__init__", _sharding_within))
 
 
-def _sharding_within(original: Callable[..., None]) -> Callable[..., None]:
-    def init(*args: Any, **options: Any) -> None:
-        from deepspeed_compress.backends.deepspeed.initialize import zero_init_arguments
+def _sharding_within(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    from deepspeed_compress.backends.deepspeed.initialize import zero_init_arguments
 
-        original(**zero_init_arguments(original, args, options))
-
-    return init
+    original(**zero_init_arguments(original, args, options))
 
 
-def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize(*args: Any, **options: Any) -> Any:
-        # This imports torch's compiler, which reads its environment, so it has to wait until the program gets here.
-        from deepspeed_compress.backends.deepspeed.initialize import initialize_if_asked
+def _attaching(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    # This imports torch's compiler, which reads its environment, so it has to wait until the program gets here.
+    from deepspeed_compress.backends.deepspeed.initialize import initialize_if_asked
 
-        return initialize_if_asked(original, args, options)
-
-    return initialize
+    return initialize_if_asked(original, args, options)
 
 
 def _check_early() -> Undo:
@@ -156,15 +147,12 @@ def _report_compression() -> None:
 def _follow_sessions() -> Undo:
     from deepspeed_compress.session.session import Session
 
-    return replace_method(Session, "__init__", partial(_reporting, os.environ.get(_REPORTS, "")))
+    return replace_methods((Session, "__init__", partial(_reporting, os.environ.get(_REPORTS, ""))))
 
 
-def _reporting(reports: str, original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
-        original(self, *args, **options)
-        # The process that reads the reports may have ended, and its number may have been given to another one.
-        with suppress(OSError):
-            if _NAME in os.readlink(reports):
-                Path(reports).write_bytes(b"1")
-
-    return __init__
+def _reporting(reports: str, original: Callable[..., None], *args: Any, **options: Any) -> None:
+    original(*args, **options)
+    # The process that reads the reports may have ended, and its number may have been given to another one.
+    with suppress(OSError):
+        if _NAME in os.readlink(reports):
+            Path(reports).write_bytes(b"1")

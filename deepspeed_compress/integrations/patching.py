@@ -9,6 +9,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -101,33 +102,41 @@ _OURS = "_compress_original"
 
 
 def is_replaced(owner: type | ModuleType, name: str) -> bool:
-    """Return True if `replace_method` has wrapped the method and that has not been undone."""
+    """Return True if `replace_methods` has wrapped the method and that has not been undone."""
     return hasattr(getattr(owner, name), _OURS)
 
 
-def replace_method(
-    owner: type | ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Replace the method `name` of `owner` by `wrap(method)`, which keeps its signature.
+def replace_methods(*changes: tuple[type | ModuleType, str, Callable[..., Any]]) -> Undo:
+    """Replace methods, given as (owner, name, wrapper). A wrapper gets the method as its first argument.
 
-    If the method is already replaced, nothing changes.
+    A method that is already replaced does not change.
 
     Returns:
-        A function that undoes the replacement.
+        A function that undoes the replacements.
     """
-    original = getattr(owner, name)
-    if is_replaced(owner, name):
-        return lambda: None
-    wrapper = functools.wraps(original)(wrap(original))
-    setattr(wrapper, _OURS, original)
-    patches = Patches()
-    patches.replace(owner, name, wrapper)
+    with ExitStack() as undo:
+        for owner, name, wrapper in changes:
+            if not is_replaced(owner, name):
+                patches = Patches()
+                patches.replace(owner, name, _wrapped(getattr(owner, name), wrapper))
+                undo.callback(_undo, patches, f"{owner.__name__}.{name}")
+        return undo.pop_all().close
 
-    def undo() -> None:
-        try:
-            patches.undo()
-        except SeamError:
-            text = f"{owner.__name__}.{name}: other code has replaced it since install(), so it is left as it is"
-            warnings.warn(text, CompressWarning, stacklevel=2)
 
-    return undo
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `wrapper`. A class binds it to its objects, unlike a partial function."""
+
+    @functools.wraps(original)
+    def method(*args: Any, **options: Any) -> Any:
+        return wrapper(original, *args, **options)
+
+    setattr(method, _OURS, original)
+    return method
+
+
+def _undo(patches: Patches, name: str) -> None:
+    try:
+        patches.undo()
+    except SeamError:
+        text = f"{name}: other code has replaced it since install(), so it is left as it is"
+        warnings.warn(text, CompressWarning, stacklevel=2)

@@ -4,18 +4,17 @@
 Each library is changed after the program has imported it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.integrations.patching import Undo, after_import, is_replaced, is_waiting, replace_method
+from deepspeed_compress.integrations.patching import Undo, after_import, is_replaced, is_waiting, replace_methods
+from deepspeed_compress.session.patches import Patches
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from deepspeed_compress.backends.sessions import Config
     from deepspeed_compress.integrations.followed import Models
 
@@ -57,13 +56,14 @@ class _FollowTorch:
             raise ConfigError(_TWICE)
         models = Models(self.config)
         with ExitStack() as undo:
-            for owner, name, follow in (
-                (Optimizer, "__init__", models.optimizers.add),
-                (GradScaler, "__init__", models.scalers.add),
-                (DistributedDataParallel, "__init__", models.follow),
-                (DistributedDataParallel, "__setstate__", models.follow_copy),
-            ):
-                undo.callback(replace_method(owner, name, partial(_following, follow)))
+            undo.callback(
+                replace_methods(
+                    (Optimizer, "__init__", partial(_following, models.optimizers.add)),
+                    (GradScaler, "__init__", partial(_following, models.scalers.add)),
+                    (DistributedDataParallel, "__init__", partial(_following, models.follow)),
+                    (DistributedDataParallel, "__setstate__", partial(_following, models.follow_copy)),
+                )
+            )
             for module, action in _AFTER_TORCH:
                 undo.callback(after_import(module, partial(action, models)))
             return undo.pop_all().close
@@ -73,26 +73,22 @@ def _follow_fsdp2(models: "Models") -> Undo:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     # The program may have imported `fully_shard` by name, so a method that `fully_shard` calls is replaced instead.
-    return replace_method(FSDPState, "init", partial(_sharding, models.follow_sharded))
+    return replace_methods((FSDPState, "init", partial(_sharding, models.follow_sharded)))
 
 
 def _follow_accelerate(models: "Models") -> Undo:
     from accelerate.accelerator import Accelerator
 
-    return replace_method(Accelerator, "__init__", partial(_following, models.follow_accelerator))
+    return replace_methods((Accelerator, "__init__", partial(_following, models.follow_accelerator)))
 
 
 def _follow_trainer(models: "Models") -> Undo:
     from transformers.trainer import Trainer
 
-    with ExitStack() as undo:
-        undo.callback(
-            replace_method(Trainer, "_save_optimizer_and_scheduler", partial(_before, models.save_for_trainer))
-        )
-        undo.callback(
-            replace_method(Trainer, "_load_optimizer_and_scheduler", partial(_before, models.load_for_trainer))
-        )
-        return undo.pop_all().close
+    return replace_methods(
+        (Trainer, "_save_optimizer_and_scheduler", partial(_before, models.save_for_trainer)),
+        (Trainer, "_load_optimizer_and_scheduler", partial(_before, models.load_for_trainer)),
+    )
 
 
 def _exclude_from_compile(models: "Models") -> Undo:
@@ -101,7 +97,9 @@ def _exclude_from_compile(models: "Models") -> Undo:
     from deepspeed_compress.integrations.followed import FirstForward
 
     # torch.compile also compiles a model's hooks, but attaching to a model must not be compiled.
-    return replace_method(FirstForward, "__call__", torch._dynamo.disable)
+    patches = Patches()
+    patches.replace(FirstForward, "__call__", torch._dynamo.disable(FirstForward.__call__))  # type: ignore[no-untyped-call]
+    return patches.undo
 
 
 _AFTER_TORCH: tuple[tuple[str, Callable[["Models"], Undo]], ...] = (
@@ -113,31 +111,26 @@ _AFTER_TORCH: tuple[tuple[str, Callable[["Models"], Undo]], ...] = (
 """Modules that are imported after torch, each with the action after its import."""
 
 
-def _following(follow: Callable[[Any], object], original: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor (or `__setstate__`, for copies) that passes the new object to `follow`."""
-
-    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
-        original(self, *args, **options)
-        follow(self)
-
-    return __init__
+Method = Callable[..., Any]
 
 
-def _sharding(follow: Callable[[Sequence["nn.Module"]], object], original: Callable[..., None]) -> Callable[..., None]:
-    """Return an `FSDPState.init`, which `fully_shard` calls once, that passes its modules to `follow`."""
-
-    def init(self: Any, modules: Sequence["nn.Module"], *args: Any, **options: Any) -> None:
-        original(self, modules, *args, **options)
-        follow(modules)
-
-    return init
+def _following(follow: Callable[[Any], object], original: Method, self: Any, *args: Any, **options: Any) -> None:
+    """Run a constructor (or `__setstate__`, for copies), and pass the new object to `follow`."""
+    original(self, *args, **options)
+    follow(self)
 
 
-def _before(action: Callable[[Any, Any], object], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that first passes the object and the method's first argument to `action`."""
+def _sharding(
+    follow: Callable[[Any], object], original: Method, self: Any, modules: Any, *args: Any, **options: Any
+) -> None:
+    """Run `FSDPState.init`, which `fully_shard` calls once, and pass its modules to `follow`."""
+    original(self, modules, *args, **options)
+    follow(modules)
 
-    def method(self: Any, argument: Any, *args: Any, **options: Any) -> Any:
-        action(self, argument)
-        return original(self, argument, *args, **options)
 
-    return method
+def _before(
+    action: Callable[[Any, Any], object], original: Method, self: Any, argument: Any, *args: Any, **options: Any
+) -> Any:
+    """Pass the object and the method's first argument to `action`, and run the method."""
+    action(self, argument)
+    return original(self, argument, *args, **options)

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from deepspeed_compress.checkpointing.completeness import is_complete
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
@@ -209,10 +210,8 @@ def _total_ratio(measured: list[StepStatistics]) -> dict[str, float]:
 
 def newest_complete_checkpoint(output: Path) -> str | None:
     """Return Trainer's newest complete checkpoint in `output`; None if there is none. All ranks get rank 0's answer."""
-    found = [_newest(output) if not dist.is_initialized() or dist.get_rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+    looks = not dist.is_initialized() or dist.get_rank() == 0
+    return of_first(_newest(output) if looks else None)
 
 
 def count_incomplete(output: Path) -> int:

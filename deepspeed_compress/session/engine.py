@@ -86,16 +86,6 @@ class BackgroundCheckpoints(Protocol):
         """Save on SIGTERM from now on, and report to `tell` whether it does, now and whenever that changes."""
 
 
-class SwitchedPart(Protocol):
-    """Part of an engine that works in another way if the engine is left alone in a step."""
-
-    def follow(self, alone: bool) -> None:
-        """Prepare for the step that begins, in which the engine is left alone if `alone`."""
-
-    def check(self) -> None:
-        """Check that the next step may be of the other kind. Raises SeamError if other code prevents it."""
-
-
 class IslandExchanges(Protocol):
     """Exchanges with other islands."""
 

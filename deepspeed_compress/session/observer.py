@@ -11,14 +11,14 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-T = TypeVar("T")
+from deepspeed_compress.collectives.objects import of_first
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,6 @@ def largest_of_all(values: Sequence[float], device: Any, group: ProcessGroup | N
 def new_run(group: ProcessGroup | None = None) -> str:
     """Return a unique name for a run, the same on all ranks of `group`, or of the job if None. Collective."""
     return of_first(uuid.uuid4().hex[:8], group)
-
-
-def of_first(value: T, group: ProcessGroup | None = None) -> T:
-    """Return the `value` of the first rank of `group`, or of the job if None. Collective, unless there is no job."""
-    if not dist.is_initialized():
-        return value
-    found = [value]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
 
 
 class StepWatch:

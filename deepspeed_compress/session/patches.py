@@ -130,6 +130,29 @@ class Patches:
             self._undo.clear()
 
 
+class SwitchedPatches(Patches):
+    """Patches of a reduction of gradients, which are made anew when an engine is left alone, and when it no longer is.
+
+    Nothing is pending between steps, so they may be exchanged there.
+
+    Args:
+        replace: replaces the reduction until the given patches are undone.
+        count: only counts the bytes of the engine's own reduction.
+    """
+
+    def __init__(self, replace: Callable[[Patches], None], count: Callable[[Patches], None]) -> None:
+        super().__init__()
+        self._attach = {False: replace, True: count}
+        self._alone: bool | None = None
+
+    def follow(self, alone: bool) -> None:
+        """Prepare for the step that begins, in which the engine is left alone if `alone`."""
+        if alone != self._alone:
+            self.undo()
+            self._alone = alone
+            self._attach[alone](self)
+
+
 def _after(action: Callable[[], object], method: Callable[..., Any], *args: Any, **options: Any) -> Any:
     action()
     return method(*args, **options)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.collectives.reduction import GroupedReductions, ReductionContext
@@ -16,15 +17,10 @@ from deepspeed_compress.errors import CompressWarning, SeamError
 from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, StepStatistics
 from deepspeed_compress.monitor.journal import utc_now
 from deepspeed_compress.policy import Observation, Policy, StepPlan
-from deepspeed_compress.session.engine import (
-    BackgroundCheckpoints,
-    EngineDescription,
-    IslandExchanges,
-    SwitchedPart,
-)
+from deepspeed_compress.session.engine import BackgroundCheckpoints, EngineDescription, IslandExchanges
 from deepspeed_compress.session.gradients import GradientReductions, StepSettings
-from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run, of_first
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run
+from deepspeed_compress.session.patches import Patches, SwitchedPatches
 from deepspeed_compress.session.probing import Prober, WeightTraffic
 from deepspeed_compress.session.reporting import Reporter
 from deepspeed_compress.session.residual_state import FinishedStep, ResidualState
@@ -132,7 +128,7 @@ class Session:
         self.resumed: Mapping[str, Any] | None = None
         """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self._weight_traffic = WeightTraffic()
-        self._switched: list[SwitchedPart] = []
+        self._switched: list[SwitchedPatches] = []
         self._exchange_ms = 0.0
         """Milliseconds that the running step, if it is measured, has waited for other islands."""
 
@@ -228,9 +224,16 @@ class Session:
         if self.losses is not None:
             self.losses.report(value)
 
-    def on_step(self, part: SwitchedPart) -> None:
-        """Have `part` prepare for every step from now on."""
-        self._switched.append(part)
+    def replace_reduction(self, replace: Callable[[Patches], None], count: Callable[[Patches], None]) -> None:
+        """Replace the engine's reduction of gradients. In steps of the engine alone, only count its bytes.
+
+        Args: see `SwitchedPatches`.
+        """
+        if self.config.auto is None:
+            (count if self.alone else replace)(self.patches)
+            return
+        self._switched.append(SwitchedPatches(replace, count))
+        self.patches.on_undo(self._switched[-1].undo)
 
     def finish(self, finished: FinishedStep) -> bool:
         """Finish a step: update residuals, report, decide, and begin the next step. Collective.
@@ -298,8 +301,8 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._settings.begin(step)
-        for part in self._switched:
-            part.follow(self.alone)
+        for patches in self._switched:
+            patches.follow(self.alone)
         scale = self.gradients.scale
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and scale is not None:
             self.residuals.hand_over_means(scale)
@@ -351,8 +354,8 @@ class Session:
     def _can_switch(self) -> bool:
         """Return True if the next step may be compressed if this one was not, or the reverse; warn if not."""
         try:
-            for part in self._switched:
-                part.check()
+            for patches in self._switched:
+                patches.check()
         except SeamError as error:
             text = f"/{SECTION}/auto: the comparison ends, and this run continues as it is, because {error}"
             warnings.warn(text, CompressWarning, stacklevel=2)

@@ -57,8 +57,8 @@ def test_a_checkpoint_that_could_not_be_written_does_not_displace_an_older_one(
         saving=SimpleNamespace(wait=lambda: None), last_saved=write(save(tmp_path, 4), ranks).place
     )
     found: list[str] = []
-    remove = lightning._completing(lambda strategy, path: found.append(path))
-    remove(SimpleNamespace(model=SimpleNamespace(compression=session)), "older.ckpt")
+    strategy = SimpleNamespace(model=SimpleNamespace(compression=session))
+    lightning._completing(lambda strategy, path: found.append(path), strategy, "older.ckpt")
     assert found == removed
 
 

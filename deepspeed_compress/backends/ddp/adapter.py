@@ -16,12 +16,13 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket
+from deepspeed_compress.backends.announce import announce, gradient_texts
 from deepspeed_compress.backends.ddp.batches import Batch, Plan, Unused
 from deepspeed_compress.backends.groups import find_place_in
 from deepspeed_compress.backends.limits import check_reduced_once, find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, describe, read_section
 from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
+from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.config import SECTION, CompressConfig
@@ -152,7 +153,7 @@ def _figures(attached: Attached, target: Target) -> list[str]:
     if attached.session.config.gradients.method == "none":
         return []
     parameters, ranks = target.described(), target.group.size()
-    partition = one_bucket([(name, parameters.numel(name)) for name in parameters.shapes], ranks, apart=False)
+    partition = even_partition([(name, parameters.numel(name)) for name in parameters.shapes], ranks)
     alone = ring_all_reduce(sum(parameter.nbytes for parameter in target.parameters.values()), ranks)
     return gradient_texts(attached.session, parameters, [partition], True, alone)
 

@@ -9,11 +9,12 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.announce import gradient_texts, joined, one_bucket, tell, weight_text
+from deepspeed_compress.backends.announce import gradient_texts, joined, tell, weight_text
 from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
+from deepspeed_compress.collectives.buckets import even_partition, partition_each
 from deepspeed_compress.collectives.exchange import is_gloo
 from deepspeed_compress.collectives.pace import launched_ranks_of_host
 from deepspeed_compress.collectives.parameters import Parameters
@@ -45,7 +46,7 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
     if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
         meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
         text = f"an engine is not compressed: {problem} {meant}"
-        warnings.warn(text, CompressWarning, stacklevel=4)
+        warnings.warn(text, CompressWarning, stacklevel=5)
 
 
 def warn_of_ignored_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
@@ -129,7 +130,7 @@ def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) ->
     """Return the texts on what a rank sends to other nodes: its share of the model's gradients, once a step."""
     within = nodes.get_data_parallel_world_size()
     shares = [(name, -(-parameters.numel(name) // within)) for name in parameters.trained]
-    partition = one_bucket(shares, nodes.count, apart=False)
+    partition = even_partition(shares, nodes.count)
     alone = ring_all_reduce(partition.numel * parameters.dtype.itemsize, nodes.count)
     if session.config.gradients.method == "none":
         return [f"rank 0 sends {size(alone)} of gradients a step"]
@@ -220,8 +221,9 @@ _PLAIN_WEIGHTS: Mapping[int, Callable[[Any, Parameters], str]] = {
 
 
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
+    divide = partition_each if kind == "zero_3" else even_partition
     partitions = [
-        one_bucket([(name, parameters.numel(name)) for name in names], ranks, apart=kind == "zero_3")
+        divide([(name, parameters.numel(name)) for name in names], ranks)
         for names, ranks in _averaged(engine, parameters.trained)
     ]
     # ZeRO 2 and 3 reduce in every micro-step. Only ZeRO 3, and not on gloo, reduces directly to the owners.

@@ -26,7 +26,6 @@ from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.background import MeansStream, MeansThread
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.node_gradients import Found, Key, NodeGradients, may_average_early
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import (
@@ -36,6 +35,7 @@ from deepspeed_compress.backends.deepspeed.weights.copies import (
     named_untrained,
 )
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
+from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import ring_all_reduce
@@ -63,8 +63,7 @@ def equalize_weights(engine: Any, unit: NodeUnit, *, is_new: bool) -> bool:
     masters = find_master_weights(engine)
     check_equal_layouts(masters, unit)
     differs = any(copy_from_first([one.values for one in masters.slices], engine.device, unit.peers))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (differs, {one.parameter for one in masters.slices}))
+    found = gather_objects((differs, {one.parameter for one in masters.slices}))
     changed = any(differs for differs, _ in found)
     if changed:
         masters.publish()
@@ -128,7 +127,7 @@ class NodeShards:
         self._gradients = NodeGradients(engine, unit, session.patches)
         self._early: EarlyReductions | None = None
         self._stream = _reduction_stream(engine)
-        attach_reduction(session, self._overlap, _overlap_nothing)
+        session.replace_reduction(self._overlap, _overlap_nothing)
 
     def _overlap(self, patches: Patches) -> None:
         """Begin to average buckets during backward."""

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from deepspeed_compress.checkpointing.completeness import LATEST
 from deepspeed_compress.checkpointing.deepspeed.resharding import universal_if_newest
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, HeartbeatWriter, read_latest
 from deepspeed_compress.session.engine import BackgroundCheckpoints
@@ -102,9 +101,7 @@ def _continuing(path: Path, directory: Path, steps: int) -> str:
 
 def _refuse_others(directory: Path) -> None:
     """Refuse a directory with checkpoints of another job: this job would continue from them after a restart."""
-    found = [(directory / LATEST).exists() if dist.get_rank() == 0 else False]
-    dist.broadcast_object_list(found, src=0)
-    if found[0]:
+    if of_first((directory / LATEST).exists()):
         raise ConfigError(
             f"/deepspeed_compress/checkpointing/directory: {directory} already has checkpoints, and this job would "
             'continue from them after a restart (allowed: a directory without checkpoints, or "resume": '

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from deepspeed_compress.backends.announce import announce, gradient_texts, one_bucket, weight_text
+from deepspeed_compress.backends.announce import announce, gradient_texts, weight_text
 from deepspeed_compress.backends.fsdp2.gradients import compress_gradients, count_gradients, uncompressed_bytes
 from deepspeed_compress.backends.fsdp2.limits import find_division_limits, find_gradient_limits, find_weight_limits
 from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units, gather_dtype
@@ -23,6 +23,7 @@ from deepspeed_compress.backends.groups import find_place_in, make_group, make_g
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, attach_session, describe, read_section
 from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
+from deepspeed_compress.collectives.buckets import partition_each
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.collectives.weight_reduction import WeightReduction, find_rounded, warn_without_frozen
@@ -76,12 +77,12 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     """Install the hooks on `model` that the section requires. If this raises, nothing is left on the model."""
     session = attached.session
     exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
-    check = exchange(divided.units, divided.ranks, attached)
+    checks = exchange(divided.units, divided.ranks, attached)
     weights, rounded = divided.rounding(session), divided.rounded(session.config.weights)
     if weights is not None:
         warn_without_frozen(weights, rounded)
     gathers = Gathers(model, divided.units, divided.ranks, session, weights, rounded)
-    hook = partial(_check, (check, gathers.check))
+    hook = partial(_check, [*checks, gathers.check])
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
     for unit in divided.units:
         # Methods of `register_fsdp_forward_method` and parts of the model do not call its hooks.
@@ -211,7 +212,7 @@ def _figures(divided: _Divided, session: Session) -> list[str]:
         alone = [
             uncompressed_bytes(unit, names, divided.ranks) for unit in divided.units if (names := [*unit.trained()])
         ]
-        texts += gradient_texts(session, trained, [one_bucket(sizes, shards, apart=True)], False, sum(alone))
+        texts += gradient_texts(session, trained, [partition_each(sizes, shards)], False, sum(alone))
     if isinstance(config.weights, CompressedWeights):
         when, rounded, each = "each time they are gathered", divided.rounded(config.weights), divided.gathered_bytes()
         texts.append(weight_text(config.weights, divided.gathered, [(list(each), shards)], each, when, rounded))

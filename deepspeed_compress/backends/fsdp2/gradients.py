@@ -103,10 +103,10 @@ def _share(shape: tuple[int, ...], ranks: int) -> int:
     return math.ceil(shape[0] / ranks) * math.prod(shape[1:])
 
 
-def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
+def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> list[Callable[[], None]]:
     """Reduce the gradients of `units` by the session.
 
-    Returns a function that raises UnsupportedError if other code has replaced the custom reduce-scatter since.
+    Returns functions that raise UnsupportedError if other code has replaced a custom reduce-scatter since.
     """
     reductions = []
     for unit in units:
@@ -117,19 +117,14 @@ def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) 
         patches.on_undo(partial(unit.module.set_custom_reduce_scatter, unit.theirs._reduce_scatter_comm))
         unit.module.set_custom_reduce_scatter(reductions[-1])
         patches.wrap(unit.theirs, "post_backward", reductions[-1].around_post_backward)
-    return partial(_check_all, reductions)
+    return [reduction.check for reduction in reductions]
 
 
-def _check_all(reductions: Sequence["_Reduction"]) -> None:
-    for reduction in reductions:
-        reduction.check()
-
-
-def count_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
-    """Count the bytes of method "none", with which FSDP2 is left unchanged. Returns a function that does nothing."""
+def count_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> list[Callable[[], None]]:
+    """Count the bytes of method "none", with which FSDP2 is left unchanged. Returns an empty list."""
     for unit in units:
         attached.session.patches.wrap(unit.theirs, "post_backward", partial(_count, unit, attached))
-    return partial(_check_all, ())
+    return []
 
 
 def _count(unit: Unit, attached: Attached, post_backward: Callable[..., None], *unused: Any) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from deepspeed_compress.backends.steps import UNKNOWN
+from deepspeed_compress.backends.steps import UNKNOWN, StepFollower
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
@@ -18,8 +18,8 @@ class StepHook(Protocol):
     def after_step(self, applied: bool) -> None: ...
 
 
-class MegatronSteps:
-    """Reports to `sessions` how every step of `optimizer` ended; see `StepFollower`.
+class MegatronSteps(StepFollower):
+    """Reports to `sessions` how every step of `optimizer` ended.
 
     If gradients were reduced and then cleared (`zero_grad_buffer` of one of the `chunks`) before the optimizer stepped,
     as when Megatron repeats an iteration to check its result, the reductions are discarded.
@@ -28,8 +28,6 @@ class MegatronSteps:
     def __init__(
         self, sessions: Sequence[Session], optimizer: Any, chunks: Sequence[Any], hook: Sequence[StepHook]
     ) -> None:
-        self.count = 0
-        self.reduced = False
         self._sessions = sessions
         self._optimizer = optimizer
         self._hooks = hook
@@ -55,9 +53,6 @@ class MegatronSteps:
         self.count, self.reduced = step, False
         for session in self._sessions:
             session.begin(step, self.loss_scale)
-
-    def gradients_reduced(self) -> None:
-        self.reduced = True
 
     def forget(self) -> None:
         if self.reduced:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.session.observer import of_first
 from deepspeed_compress.session.patches import Patches
 
 _SAVE = f"{SECTION}_save"

@@ -164,29 +164,3 @@ class RowQuantizer(BlockQuantizer):
         codes = for_device(out.device).unpack_codes(code_field, self.code_bits, out.numel())
         for (blocks, out_rows), (_, code_rows) in zip(self._rows(out), self._rows(codes), strict=True):
             self._dequantize_add(numbers[blocks], code_rows, out_rows, scale)
-
-
-class SymmetricQuantizer(RowQuantizer):
-    """A quantizer that sends x as q = round(x / s), an integer in [-levels, levels], in two's complement.
-
-    Rounding is to nearest even. If stochastic, it is floor(x / s + u) with u uniform in [0, 1), which is unbiased for
-    |x| <= `levels` * s (Alistarh et al., QSGD, arXiv:1610.02132, section 3.1). Larger elements are clipped.
-    """
-
-    @property
-    @abstractmethod
-    def levels(self) -> int:
-        """Return the largest code, at most 127."""
-
-    @abstractmethod
-    def _scales(self, rows: Tensor) -> Tensor:
-        """Return s for each of `rows` (fp32 [r, b]): fp32 [r], exact in `scale_dtype`, non-finite if the row is."""
-
-    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        scales = self._scales(rows)
-        return scales.unsqueeze(1), for_device(rows.device).quantize_rows(rows, scales, self.levels, noise)
-
-    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-        unused = 8 - self.code_bits
-        signed = (codes << unused).view(torch.int8) >> unused
-        for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signed, out, scale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
-from deepspeed_compress.compression.compressors.blocks import FormQuantizer, RowQuantizer, SymmetricQuantizer
+from deepspeed_compress.compression.compressors.blocks import FormQuantizer, RowQuantizer
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.arguments import (
     LEVELS,
@@ -245,13 +245,16 @@ class Linear(RowQuantizer):
 
 
 @dataclass(frozen=True)
-class Percentile(SymmetricQuantizer):
+class Percentile(RowQuantizer):
     """Clipped quantization: q = round(x / s) with s = p / (2**(bits-1) - 1), and p a percentile of |x| in the block.
 
     Source: percentile calibration of McKinstry et al. (arXiv:1809.04191), applied per block. p is the nearest-rank
     percentile: the smallest magnitude that at least `percentile` percent of the block do not exceed. Larger elements
     are clipped to p in magnitude, and error feedback keeps what they lose. If p is 0 (a block of zeros with a few
     exceptions), the largest magnitude is used instead, because those few elements would never be sent otherwise.
+
+    Rounding is to nearest even. If stochastic, it is floor(x / s + u) with u uniform in [0, 1), which is unbiased for
+    |x| <= p (Alistarh et al., QSGD, arXiv:1610.02132, section 3.1).
 
     Payload: see `BlockQuantizer`; codes are in two's complement. `percentile` is in (0, 100]; `bits` is 8, 4 or 2
     (ternary).
@@ -277,7 +280,17 @@ class Percentile(SymmetricQuantizer):
         """
         return max(1, math.ceil(self.percentile * width / 100 - 1e-9))
 
+    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        scales = self._scales(rows)
+        return scales.unsqueeze(1), for_device(rows.device).quantize_rows(rows, scales, self.levels, noise)
+
+    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
+        unused = 8 - self.code_bits
+        signed = (codes << unused).view(torch.int8) >> unused
+        for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signed, out, scale)
+
     def _scales(self, rows: Tensor) -> Tensor:
+        """Return s for each of `rows` (fp32 [r, b]): fp32 [r], non-finite if the row is."""
         magnitudes = rows.abs()
         largest = magnitudes.amax(dim=1)
         clip = magnitudes.kthvalue(self._rank(rows.shape[1]), dim=1).values

@@ -4,7 +4,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.integrations.patching import Undo, replace_method
+from deepspeed_compress.integrations.patching import Undo, replace_methods
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.tune.trials import TRIAL, Task
@@ -89,14 +88,11 @@ class EngineWatcher:
 
     def follow(self) -> Undo:
         """Follow DeepSpeed engines from now on, and return the function that undoes it."""
-        with ExitStack() as undo:
-            for owner, name, wrap in (
-                (DeepSpeedEngine, "backward", _with_loss),
-                (DeepSpeedEngine, "step", _with_end),
-                (PipelineEngine, "train_batch", _with_both),
-            ):
-                undo.callback(replace_method(owner, name, functools.partial(wrap, self)))
-            return undo.pop_all().close
+        return replace_methods(
+            (DeepSpeedEngine, "backward", functools.partial(_with_loss, self)),
+            (DeepSpeedEngine, "step", functools.partial(_with_end, self)),
+            (PipelineEngine, "train_batch", functools.partial(_with_both, self)),
+        )
 
     @property
     def steps(self) -> tuple[int, int | None]:
@@ -131,43 +127,31 @@ def _task(ds_config: Mapping[str, Any]) -> Task:
 Method = Callable[..., Any]
 
 
-def _with_loss(watcher: EngineWatcher, backward: Method) -> Method:
-    """Wrap DeepSpeedEngine.backward, which returns the loss of a micro-step as it enters the loss of the step."""
-
-    def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        scaled = backward(engine, *args, **options)
-        recorder = None if isinstance(engine, PipelineEngine) else watcher.of(engine)
-        if recorder is not None:
-            recorder.add(scaled)
-        return scaled
-
-    return watched
+def _with_loss(watcher: EngineWatcher, backward: Method, engine: Any, *args: Any, **options: Any) -> Any:
+    """Run DeepSpeedEngine.backward, which returns the loss of a micro-step as it enters the loss of the step."""
+    scaled = backward(engine, *args, **options)
+    recorder = None if isinstance(engine, PipelineEngine) else watcher.of(engine)
+    if recorder is not None:
+        recorder.add(scaled)
+    return scaled
 
 
-def _with_end(watcher: EngineWatcher, step: Method) -> Method:
-    """Wrap DeepSpeedEngine.step, which is called for every micro-step. The engine counts the optimizer steps."""
-
-    def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        before = engine.global_steps
-        result = step(engine, *args, **options)
-        recorder = watcher.of(engine) if engine.global_steps > before else None
-        if recorder is not None:
-            recorder.end_step()
-        return result
-
-    return watched
+def _with_end(watcher: EngineWatcher, step: Method, engine: Any, *args: Any, **options: Any) -> Any:
+    """Run DeepSpeedEngine.step, which is called for every micro-step. The engine counts the optimizer steps."""
+    before = engine.global_steps
+    result = step(engine, *args, **options)
+    recorder = watcher.of(engine) if engine.global_steps > before else None
+    if recorder is not None:
+        recorder.end_step()
+    return result
 
 
-def _with_both(watcher: EngineWatcher, train_batch: Method) -> Method:
-    """Wrap PipelineEngine.train_batch, which is an optimizer step and returns the mean loss on every rank."""
-
-    def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        # The recorder must exist before the step, to receive its statistics.
-        recorder = watcher.of(engine)
-        loss = train_batch(engine, *args, **options)
-        if recorder is not None:
-            recorder.add(loss)
-            recorder.end_step()
-        return loss
-
-    return watched
+def _with_both(watcher: EngineWatcher, train_batch: Method, engine: Any, *args: Any, **options: Any) -> Any:
+    """Run PipelineEngine.train_batch, which is an optimizer step and returns the mean loss on every rank."""
+    # The recorder must exist before the step, to receive its statistics.
+    recorder = watcher.of(engine)
+    loss = train_batch(engine, *args, **options)
+    if recorder is not None:
+        recorder.add(loss)
+        recorder.end_step()
+    return loss

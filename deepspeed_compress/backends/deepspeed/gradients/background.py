@@ -4,27 +4,31 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.collectives.payload import PendingMeans
 
 
-class Background(Protocol):
+class Background:
     """Place where buckets are sent, and where their means return, next to the work of the program.
+
+    This one does nothing: means return when they are asked for.
 
     Attributes:
         returns_early: True if means return before `finish`. They overwrite a part of what was sent.
     """
 
-    returns_early: bool
+    returns_early = False
 
     def filling(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are copied and compared."""
+        return nullcontext()
 
     def sending(self) -> AbstractContextManager[None]:
         """Return a context in which copies are compressed and sent."""
+        return nullcontext()
 
     def add(self, pending: PendingMeans) -> None:
         """Send the means of a bucket that was just sent back, as soon as the parts of all ranks are there."""
@@ -37,23 +41,7 @@ class Background(Protocol):
         """
 
 
-class AfterBackward:
-    """No background: means return when they are asked for."""
-
-    returns_early = False
-
-    def filling(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sending(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def add(self, pending: PendingMeans) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class MeansThread:
+class MeansThread(Background):
     """Thread that waits for the parts of one bucket after the other, in the order of `add`, until `finish`.
 
     Nothing else may use a bucket meanwhile.
@@ -65,12 +53,6 @@ class MeansThread:
         self._queue: SimpleQueue[PendingMeans | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread: Thread | None = None
-
-    def filling(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sending(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def add(self, pending: PendingMeans) -> None:
         if self._thread is None:
@@ -97,7 +79,7 @@ class MeansThread:
             self._error = error
 
 
-class MeansStream:
+class MeansStream(Background):
     """Stream of a GPU on which buckets are compressed and summed. The host waits for nothing.
 
     Gradients are copied on the stream that has written them, so that they may change or be freed while messages travel.

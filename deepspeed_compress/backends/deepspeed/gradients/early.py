@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.deepspeed.gradients.background import AfterBackward, Background
+from deepspeed_compress.backends.deepspeed.gradients.background import Background
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reducer import Pending
@@ -183,7 +183,7 @@ class EarlyReductions:
         self._session = session
         self._gradients = gradients
         self._original = original
-        self._background = AfterBackward() if background is None else background
+        self._background = Background() if background is None else background
         self._history = BucketHistory()
         self._step = _Step(-1)
         self.handles = [

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.engine_facts import bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, reduces_now
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
@@ -45,7 +44,7 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
         partitions its states and gathers the weights; other optimizers send none.
     """
     names = _Names(engine)
-    attach_reduction(session, partial(_replace, engine, session, names), partial(_only_count, engine, session))
+    session.replace_reduction(partial(_replace, engine, session, names), partial(_only_count, engine, session))
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
     flats, groups = (getattr(engine.optimizer, name, []) for name in ("bf16_groups_flat", "real_dp_process_group"))
     sizes = [(flat.nbytes, group.size()) for flat, group in zip(flats, groups, strict=True)]

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
 from deepspeed_compress.backends.deepspeed.gradients.parts import (
     Part,
@@ -51,7 +50,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     optimizer = engine.optimizer
     if optimizer.cpu_offload:
         count_gathers(optimizer, session, "_apply_muon_updates_cpu_offload")
-    attach_reduction(session, partial(_replace, engine, session), partial(_count_only, optimizer, session))
+    session.replace_reduction(partial(_replace, engine, session), partial(_count_only, optimizer, session))
     return partial(_weight_bytes, optimizer)
 
 

@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
-from deepspeed_compress.backends.deepspeed.gradients.following import attach_reduction
 from deepspeed_compress.backends.deepspeed.gradients.muon import count_gathers
 from deepspeed_compress.backends.deepspeed.groups import reduction_group
 from deepspeed_compress.backends.deepspeed.versions import may_defer_reductions
-from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
+from deepspeed_compress.collectives.buckets import partition_each
 from deepspeed_compress.collectives.exchange import is_gloo
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
@@ -47,7 +46,7 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
         returns 0, because each gather is counted when it happens.
     """
     optimizer, buckets = engine.optimizer, _Buckets(engine, session)
-    attach_reduction(session, partial(_replace, engine, buckets), partial(_only_count, optimizer, buckets))
+    session.replace_reduction(partial(_replace, engine, buckets), partial(_only_count, optimizer, buckets))
     _count_weights(optimizer, session)
     count_gathers(optimizer, session, "_apply_muon_to_accumulated_grads")
     return lambda: 0  # counted already, gather by gather
@@ -55,8 +54,8 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
 def _replace(engine: Any, buckets: "_Buckets", patches: Patches) -> None:
     optimizer = engine.optimizer
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", buckets.reduce)
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", buckets.reduce_contiguous)
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", partial(buckets.reduce, False))
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", partial(buckets.reduce, True))
     patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
     if buckets.defers and optimizer.reduce_scatter:
         # A bucket is copied once anyway, into the order of its message.
@@ -66,8 +65,8 @@ def _replace(engine: Any, buckets: "_Buckets", patches: Patches) -> None:
 
 
 def _only_count(optimizer: Any, buckets: "_Buckets", patches: Patches) -> None:
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", buckets.count)
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", buckets.count_contiguous)
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", partial(buckets.count, False))
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", partial(buckets.count, True))
 
 
 @dataclass(frozen=True)
@@ -107,36 +106,26 @@ class _Buckets:
         discard([reduction.pending for reduction in deferred], self._group)
         self._session.gradients.forget_step()
 
-    def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
-        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_grads`, and return this rank's shares."""
-        self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
-        return self._reduced_shares(params_to_reduce, communication_data_type, 1.0 / self._group.size())
+    def reduce(self, contiguous: bool, original: Any, bucket: Any, dtype: torch.dtype) -> list[Tensor]:
+        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_grads`, and return this rank's shares.
 
-    def reduce_contiguous(
-        self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
-    ) -> list[Tensor]:
-        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_contiguous_grads`, and return this rank's shares."""
-        parameters = self._optimizer.ipg_buckets[communication_data_type].params
-        self._count_uncompressed(parameters, communication_data_type, contiguous=True)
-        # Of DeepSpeed's two paths, only this one takes sequence parallelism into account.
-        scale = self._optimizer.sequence_parallel_size / self._group.size()
-        return self._reduced_shares(parameters, communication_data_type, scale)
-
-    def count(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
-        """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_grads`."""
-        size = self._uncompressed_bytes(params_to_reduce, communication_data_type, contiguous=False)
-        self._session.meter.count_engine_reduction(size)
-        return original(params_to_reduce, communication_data_type)
-
-    def count_contiguous(self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
-        """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_contiguous_grads`."""
-        parameters = self._optimizer.ipg_buckets[communication_data_type].params
-        size = self._uncompressed_bytes(parameters, communication_data_type, contiguous=True)
-        self._session.meter.count_engine_reduction(size)
-        return original(buffer_to_reduce, communication_data_type)
-
-    def _count_uncompressed(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
+        If `contiguous`, the function is `__avg_scatter_contiguous_grads`, whose bucket is a tensor.
+        """
+        parameters = self._parameters(contiguous, bucket, dtype)
         self._session.meter.count("bytes_uncompressed", self._uncompressed_bytes(parameters, dtype, contiguous))
+        # Of DeepSpeed's two paths, only the contiguous one takes sequence parallelism into account.
+        copies = self._optimizer.sequence_parallel_size if contiguous else 1
+        return self._reduced_shares(parameters, dtype, copies / self._group.size())
+
+    def count(self, contiguous: bool, original: Any, bucket: Any, dtype: torch.dtype) -> Any:
+        """Count the bytes of a bucket, and call DeepSpeed's function; see `reduce`."""
+        parameters = self._parameters(contiguous, bucket, dtype)
+        self._session.meter.count_engine_reduction(self._uncompressed_bytes(parameters, dtype, contiguous))
+        return original(bucket, dtype)
+
+    def _parameters(self, contiguous: bool, bucket: Any, dtype: torch.dtype) -> Sequence[Any]:
+        parameters: Sequence[Any] = self._optimizer.ipg_buckets[dtype].params if contiguous else bucket
+        return parameters
 
     def _uncompressed_bytes(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> int:
         """Return the bytes that this rank sends if DeepSpeed reduces a bucket of `parameters`."""
@@ -153,7 +142,9 @@ class _Buckets:
             is deferred; `finish` then hands the shares to DeepSpeed.
         """
         bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
-        partition = _partition(self._optimizer, parameters, _group_of(parameters).size())
+        names = self._optimizer.param_names
+        sizes = [(names[parameter], parameter.ds_numel) for parameter in parameters]
+        partition = partition_each(sizes, _group_of(parameters).size())
         pending = self._session.gradients.start(bucket, partition, scale)
         reduction = _Reduction(tuple(parameters), dtype, pending, gather(bucket, pending.own))
         if not self.defers:
@@ -202,18 +193,6 @@ def _group_of(parameters: Sequence[Any]) -> ProcessGroup:
     """Return the ranks that reduce the bucket of `parameters`. DeepSpeed puts experts into buckets of their own."""
     group: ProcessGroup = parameters[0].ds_process_group
     return group
-
-
-def _partition(optimizer: Any, parameters: Sequence[Any], ranks: int) -> Partition:
-    return partition_by_sizes(
-        [(optimizer.param_names[parameter], _owners(parameter.ds_numel, ranks)) for parameter in parameters], ranks
-    )
-
-
-def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
-    """Return (owner, numel) of each share of a parameter."""
-    share = math.ceil(numel / ranks)
-    return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
 def _count_weights(optimizer: Any, session: Session) -> None:

@@ -23,8 +23,7 @@ def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> No
         UnsupportedError: they do not. Raised on all ranks.
     """
     own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in master_weights.slices))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every = gather_objects(own)
     if len(set(every)) > len({place for place, _ in every}):
         raise UnsupportedError(
             f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks than the key does, as "

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -115,15 +116,44 @@ class FlatMasterWeights:
             view.copy_(part)
 
 
+@dataclass(frozen=True)
+class FlatBuffers:
+    """Names of the attributes in which an optimizer class has weights in flat buffers, one for each parameter group.
+
+    Attributes:
+        module: the module that defines its `step`.
+        parameters: the attribute that lists the parameters of each group.
+        held: the attribute that lists the flat weight buffer of each group.
+        masters: the attribute that lists this rank's fp32 master weights of each group.
+    """
+
+    module: ModuleType
+    parameters: str
+    held: str
+    masters: str
+
+
+FLAT_BUFFERS: Mapping[type, FlatBuffers] = {
+    stage_1_and_2.DeepSpeedZeroOptimizer: FlatBuffers(
+        stage_1_and_2, "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
+    ),
+    bf16_optimizer.BF16_Optimizer: FlatBuffers(
+        bf16_optimizer, "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
+    ),
+}
+
+
 def find_master_weights(engine: Any) -> FlatMasterWeights:
     """Return the master weights of `engine`.
 
     Raises:
         UnsupportedError: the optimizer's master weights are not known to this package.
     """
-    for kind, make in _MAKERS.items():
+    for kind, buffers in FLAT_BUFFERS.items():
         if isinstance(engine.optimizer, kind):
-            return make(engine)
+            return _of_buffers(engine, buffers)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _zero_3(engine)
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return _without_zero(engine)
     raise UnsupportedError(
@@ -132,17 +162,15 @@ def find_master_weights(engine: Any) -> FlatMasterWeights:
     )
 
 
-def _of_buffers(
-    engine: Any, held: Sequence[Tensor], groups: Sequence[Any], masters: Sequence[Tensor]
-) -> FlatMasterWeights:
+def _of_buffers(engine: Any, buffers: FlatBuffers) -> FlatMasterWeights:
     """Return the master weights of ZeRO 1, ZeRO 2 or the bf16 optimizer.
 
-    Each flat buffer in `held` is divided evenly over its ranks, and `masters` are this rank's parts.
+    Each flat buffer is divided evenly over its ranks, and the master weights are this rank's parts.
     """
     slices: list[MasterSlice] = []
-    for buffer, parameters, master, group in zip(
-        held, groups, masters, engine.optimizer.real_dp_process_group, strict=True
-    ):
+    names = (buffers.held, buffers.parameters, buffers.masters, "real_dp_process_group")
+    lists = (getattr(engine.optimizer, name) for name in names)
+    for buffer, parameters, master, group in zip(*lists, strict=True):
         named = [(engine.param_names[parameter], parameter) for parameter in parameters]
         partition = even_partition(flat_sizes(buffer, named), group.size())
         own = partition.owned_by(group.rank())
@@ -165,16 +193,6 @@ def _publish_buffers(engine: Any) -> None:
         session.renew_weights()
     else:
         engine.optimizer.update_lp_params()
-
-
-def _zero_12(engine: Any) -> FlatMasterWeights:
-    own = engine.optimizer
-    return _of_buffers(engine, own.bit16_groups_flat, own.bit16_groups, own.single_partition_of_fp32_groups)
-
-
-def _bf16(engine: Any) -> FlatMasterWeights:
-    own = engine.optimizer
-    return _of_buffers(engine, own.bf16_groups_flat, own.bf16_groups, own.fp32_groups_flat_partition)
 
 
 def _zero_3(engine: Any) -> FlatMasterWeights:
@@ -235,10 +253,3 @@ def _share_all(whole: Mapping[str, MasterSlice], partition: Any, group: ProcessG
             dist.broadcast(values, dist.get_global_rank(group, owner), group=group)
             for view, part in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
                 view.copy_(part)
-
-
-_MAKERS: Mapping[type, Callable[[Any], FlatMasterWeights]] = {
-    DeepSpeedZeroOptimizer: _zero_12,
-    DeepSpeedZeroOptimizer_Stage3: _zero_3,
-    BF16_Optimizer: _bf16,
-}

@@ -6,19 +6,16 @@ it. We send compressed differences instead (`collectives.gather`). The function 
 Outside `step` (when loading a universal checkpoint), DeepSpeed gathers exactly, as usual.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FLAT_BUFFERS
 from deepspeed_compress.backends.deepspeed.weights.overlap import ArrivingWeights
 from deepspeed_compress.collectives.buckets import flat_sizes
 from deepspeed_compress.collectives.gather import DifferenceGather
@@ -42,40 +39,13 @@ class GatherFactory(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Names of the weight attributes of an optimizer class.
-
-    Attributes:
-        module: the module that defines its `step`.
-        parameters: the attribute that lists the parameters of each group.
-        held: the attribute that lists the flat weight buffer of each group.
-        masters: the attribute that lists this rank's fp32 master weights of each group.
-    """
-
-    module: ModuleType
-    parameters: str
-    held: str
-    masters: str
-
-
-_KINDS: Mapping[type, _Kind] = {
-    stage_1_and_2.DeepSpeedZeroOptimizer: _Kind(
-        stage_1_and_2, "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
-    ),
-    bf16_optimizer.BF16_Optimizer: _Kind(
-        bf16_optimizer, "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
-    ),
-}
-
-
 def check_weights(engine: Any) -> None:
     """Check that `step` of the engine's optimizer sends weights.
 
     Raises:
         UnsupportedError: every rank updates all weights.
     """
-    if type(engine.optimizer) not in _KINDS:
+    if type(engine.optimizer) not in FLAT_BUFFERS:
         raise UnsupportedError(
             f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
             "weights itself, so none are sent; remove the key, or use zero_optimization.stage 1, 2 or 3 (stage 1 with "
@@ -129,7 +99,7 @@ class Weights:
         patches: Patches,
     ) -> None:
         self._optimizer = engine.optimizer
-        self._kind = _KINDS[type(engine.optimizer)]
+        self._kind = FLAT_BUFFERS[type(engine.optimizer)]
         self._in_force = in_force
         groups, parameters = self._optimizer.real_dp_process_group, getattr(self._optimizer, self._kind.parameters)
         buffers = [
