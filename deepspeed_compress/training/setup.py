@@ -11,7 +11,6 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
-from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.training import data
 from deepspeed_compress.training.options import Options
 from deepspeed_compress.training.ranks import Ranks
@@ -33,14 +32,6 @@ class Data:
     train: data.Windows
     held_out: data.Windows
     key: str
-
-
-@dataclass(frozen=True)
-class Training:
-    """Engine for training, and the number of parameters of the whole model."""
-
-    engine: Any
-    parameters: int
 
 
 def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
@@ -70,7 +61,7 @@ def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig)
     return ranks.agree(lambda: _split(options, key, model_config))
 
 
-def start_training(options: Options, config: RunConfig) -> Training:
+def start_training(options: Options, config: RunConfig) -> Any:
     """Build the model and the engine. Raises ConfigError if DeepSpeed rejects its configuration."""
     module = build_parallel(options.model, config.model_config, options.seed, config.layout)
     try:
@@ -82,7 +73,7 @@ def start_training(options: Options, config: RunConfig) -> Training:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects this configuration: {reason}") from error
-    return Training(engine, build_skeleton(config.model_config).num_parameters())
+    return engine
 
 
 def _initializer(ds_config: dict[str, Any]) -> Any:
