@@ -11,7 +11,7 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
-from deepspeed_compress.training import data
+from deepspeed_compress.training.data import corpus, tokens
 from deepspeed_compress.training.options import Options
 from deepspeed_compress.training.ranks import Ranks
 
@@ -29,8 +29,8 @@ class RunConfig:
 class Data:
     """Windows for training and evaluation, and the key of the cache that holds their tokens."""
 
-    train: data.Windows
-    held_out: data.Windows
+    train: tokens.Windows
+    held_out: tokens.Windows
     key: str
 
 
@@ -51,13 +51,13 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
     """Train the tokenizer and encode the text, unless both exist already, and map the tokens. Raises DataError."""
-    files = ranks.agree(lambda: data.text_files(options.data))
+    files = ranks.agree(lambda: corpus.text_files(options.data))
     if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
         ranks.print_once(f"training a tokenizer into {options.tokenizer}")
     ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
-    key = ranks.first_only(lambda: data.cache_key(files, options.tokenizer))
+    key = ranks.first_only(lambda: tokens.cache_key(files, options.tokenizer))
     ranks.print_once(f"tokens in {options.cache_dir}, which are encoded if they are missing")
-    ranks.once_per_node(lambda: data.build_cache(files, options.tokenizer, options.cache_dir, key))
+    ranks.once_per_node(lambda: tokens.build_cache(files, options.tokenizer, options.cache_dir, key))
     return ranks.agree(lambda: _split(options, key, model_config))
 
 
@@ -120,14 +120,14 @@ def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None
 
 def _tokenizer(options: Options, files: list[Path], model_config: PretrainedConfig) -> None:
     if not (options.tokenizer / "tokenizer.json").is_file():
-        data.train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
+        tokens.train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
 
 
 def _split(options: Options, key: str, model_config: PretrainedConfig) -> Data:
-    cache = data.open_cache(options.cache_dir, key)
+    cache = tokens.open_cache(options.cache_dir, key)
     if cache.vocab_size > model_config.vocab_size:
         raise ConfigError(
             f"--tokenizer {options.tokenizer}: has {cache.vocab_size} tokens, but /vocab_size of {options.model} is "
             f"{model_config.vocab_size}; write at least {cache.vocab_size} there, or use a smaller tokenizer"
         )
-    return Data(*data.split_windows(cache, options.seq_len, options.held_out), key)
+    return Data(*tokens.split_windows(cache, options.seq_len, options.held_out), key)
