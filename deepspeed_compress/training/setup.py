@@ -65,29 +65,23 @@ def start_training(options: Options, config: RunConfig) -> Any:
     """Build the model and the engine. Raises ConfigError if DeepSpeed rejects its configuration."""
     module = build_parallel(options.model, config.model_config, options.seed, config.layout)
     try:
-        engine, *_ = _initializer(config.ds_config)(
-            model=module, model_parameters=_trainable(module), config=config.ds_config
-        )
+        return make_engine(module, config.ds_config)
     except (AssertionError, ValueError) as error:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects this configuration: {reason}") from error
-    return engine
 
 
-def _initializer(ds_config: dict[str, Any]) -> Any:
+def make_engine(module: Any, ds_config: dict[str, Any], mpu: Any = None) -> Any:
+    """Return the engine of DeepSpeed that trains `module`, created by the package if `ds_config` has its section."""
     import deepspeed
 
-    if SECTION not in ds_config:
-        return deepspeed.initialize
     import deepspeed_compress
 
-    return deepspeed_compress.initialize
-
-
-def _trainable(module: Any) -> list[Any]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+    initialize = deepspeed_compress.initialize if SECTION in ds_config else deepspeed.initialize
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return initialize(model=module, model_parameters=trained, config=ds_config, mpu=mpu)[0]
 
 
 def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, output_dir: Path) -> dict[str, Any]:
