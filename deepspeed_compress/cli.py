@@ -97,7 +97,7 @@ def _end_output() -> None:
 
 def report_failure(error: CompressError | OSError, failed: int) -> int:
     """Print `error`, and return the exit code `failed`."""
-    from deepspeed_compress.tools.outputs import visible
+    from deepspeed_compress.tools.outputs.report import visible
 
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:

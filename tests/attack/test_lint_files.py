@@ -13,7 +13,8 @@ import pytest
 from deepspeed_compress.cli import report_failure
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.lint import command
-from deepspeed_compress.tools.lint.options import FORMATS, add_lint_arguments
+from deepspeed_compress.tools.lint.options import add_lint_arguments
+from deepspeed_compress.tools.outputs.machine import FORMATS
 from tests.support.mutations import damage
 
 ROOT = Path(__file__).parents[2]
