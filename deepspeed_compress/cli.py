@@ -21,7 +21,7 @@ class Command:
     Attributes:
         name: Name of the subcommand.
         summary: One line that says what it does.
-        examples: Examples of its use.
+        examples: Examples of its use; none for a command with subcommands, which show their own.
         arguments: Function that adds its options to a parser.
         run: Function that takes the parsed options and returns the exit code. Subcommands of the second level each
             have their own.
@@ -97,7 +97,7 @@ def _end_output() -> None:
 
 def report_failure(error: CompressError | OSError, failed: int) -> int:
     """Print `error`, and return the exit code `failed`."""
-    from deepspeed_compress.tools.outputs import visible
+    from deepspeed_compress.tools.outputs.report import visible
 
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -157,11 +157,7 @@ COMMANDS = (
     Command(
         "bench",
         "Measure training steps, messages and kernels, here or on emulated slow networks.",
-        (
-            "bench step --config ds_config.json --emulate 2,1gbit,100mbit --output step.json",
-            "bench comm --emulate 2,1gbit",
-            "bench kernels --numel 10M",
-        ),
+        (),
         "tools.bench.options:add_arguments",
     ),
     Command(
@@ -174,12 +170,7 @@ COMMANDS = (
     Command(
         "checkpoint",
         "List checkpoints, compare their files with their digests, convert one for other sizes, or remove old ones.",
-        (
-            "checkpoint list checkpoints",
-            "checkpoint verify checkpoints --tag global_step400",
-            "checkpoint convert checkpoints --tag global_step400 --tensor 2",
-            "checkpoint prune checkpoints --keep 3 --dry-run",
-        ),
+        (),
         "tools.options:add_checkpoint_arguments",
     ),
     Command(
@@ -197,11 +188,7 @@ COMMANDS = (
     Command(
         "islands",
         "Coordinate islands that come and go, show which are connected, or go on without dead ones.",
-        (
-            "islands serve --port 29400 --state islands.json",
-            "islands status localhost:29400",
-            "islands forget localhost:29400 2",
-        ),
+        (),
         "tools.options:add_islands_arguments",
     ),
     Command(
@@ -215,11 +202,7 @@ COMMANDS = (
     Command(
         "plan",
         "Predict the fastest layout on a cluster, what a schedule does in which step, or what islands' exchanges take.",
-        (
-            "plan cluster --model config.json --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
-            "plan schedule ds_config.json --steps 10000",
-            "plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5",
-        ),
+        (),
         "tools.options:add_plan_arguments",
     ),
     Command(
@@ -232,10 +215,7 @@ COMMANDS = (
     Command(
         "rollout",
         "Serve the weights of a policy to ranks and rollout workers, or export them for SGLang or PEFT.",
-        (
-            "rollout serve --directory weights --port 29500",
-            "rollout export --store weights --directory versions --model base",
-        ),
+        (),
         "tools.options:add_rollout_arguments",
     ),
     Command(

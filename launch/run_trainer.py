@@ -29,7 +29,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from deepspeed_compress.training.data import text_files, train_tokenizer
+from deepspeed_compress.training.data.corpus import text_files
+from deepspeed_compress.training.data.tokens import train_tokenizer
 
 Rows = list[dict[str, list[int]]]
 

@@ -37,14 +37,14 @@ from transformers import GPT2Config, PretrainedConfig
 import deepspeed_compress
 from deepspeed_compress.models import read_model_config
 from deepspeed_compress.models.megatron import gpt_options, load_weights, save_pretrained, without_cuda
-from deepspeed_compress.training.data import (
+from deepspeed_compress.training.data.corpus import text_files
+from deepspeed_compress.training.data.tokens import (
     Windows,
     build_cache,
     cache_key,
     open_cache,
     split_windows,
     step_starts,
-    text_files,
     train_tokenizer,
 )
 from deepspeed_compress.training.main import read_tokenizer

@@ -238,7 +238,7 @@ TABLE = {
     "tools.lint": allow(
         "__init__ config diagnostics errors model_families safe_files tools.arguments tools.outputs",
         "yaml",
-        lazily="pydantic",
+        lazily="hjson pydantic",
     ),
     "tools.plan": allow("config errors planner policy tools.tables"),
     "tools.plan_cluster": allow(

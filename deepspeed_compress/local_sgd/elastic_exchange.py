@@ -33,7 +33,7 @@ MAX_VOID_ROUNDS = 5
 
 
 class ElasticExchange:
-    """The exchanges of one rank with a changing set of islands; an `ExchangeStrategy`.
+    """The exchanges of one rank with a changing set of islands.
 
     Args:
         context: the settings, the ranks, and the state of this rank.
@@ -75,16 +75,20 @@ class ElasticExchange:
         return self.shared_anchor.version
 
     def start(self, samples: int = 0) -> Mapping[str, Any]:
-        """Fetch the anchor from another island, or propose this island's weights if there is none.
+        """Fetch the anchor from another island, or propose this island's weights if there is none. Collective.
 
-        See `ExchangeStrategy.start`.
+        Args:
+            samples: the total number of samples trained on so far.
+
+        Returns:
+            The metadata published with the anchor.
         """
         self._samples = samples
         self._read_identity()
         return self._adopt_anchor(self._find_sources(), use_own_weights=True)
 
     def step_ended(self, samples: int) -> ExchangeResult | None:
-        """Exchange after a step if it is time; see `ExchangeStrategy.step_ended`."""
+        """Exchange after a step if it is time, and return the result of an exchange that ended, or None. Collective."""
         is_due = self._interval.count_step()
         if not self._decision.follow(self._ranks.place == 0 and self._is_asked(), is_due):
             return None
@@ -107,10 +111,15 @@ class ElasticExchange:
         return {"version": self.version, "number": self.number, "run": run, **since}
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
-        """Continue from a loaded checkpoint; see `ExchangeStrategy.resume`.
+        """Continue from a checkpoint that was just loaded, and return the metadata published with the anchor.
 
         All islands start with the newest saved anchor, unless other islands have continued meanwhile. If all of them
         start again, their numbers are in the order of the saved ones.
+
+        Args:
+            saved: what `describe` returned when it was saved; None if only its weights are available.
+            steps: the optimizer steps of the checkpoint.
+            samples: the samples of the checkpoint.
         """
         self._decision.forget()
         agreed = saved if saved is not None and saved["version"] else None

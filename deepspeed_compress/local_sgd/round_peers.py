@@ -56,27 +56,12 @@ class _LastRound:
     round: int
 
 
-@dataclass
-class _MessageTimeout:
-    """Adaptive timeout in seconds for a message of an exchange, between `least` and `most`.
-
-    A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
-    void round doubles the timeout. A committed round sets it to twice the time that the round took.
-    """
-
-    least: float
-    most: float
-
-    def __post_init__(self) -> None:
-        self.seconds = self.least
-
-    def learn(self, committed: bool, took: float) -> None:
-        """Adapt the timeout to a round that `took` so many seconds."""
-        self.seconds = min(max(self.least, 2 * took) if committed else 2 * self.seconds, self.most)
-
-
 class RoundPeers:
     """The ranks of equal place in the islands of the current round.
+
+    A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
+    void round doubles the timeout of messages, up to `give_up`. A committed round sets it to twice the time that the
+    round took.
 
     Args:
         context: the settings, the master weights and the residual stores of this rank.
@@ -85,7 +70,7 @@ class RoundPeers:
 
     def __init__(self, context: ExchangeContext, make: MakeGroups) -> None:
         self._context, self._make = context, make
-        self._timeout = _MessageTimeout(context.elastic.timeout_seconds, context.elastic.give_up_seconds)
+        self._timeout = context.elastic.timeout_seconds
         self._last: _LastRound | None = None
 
     def connect(self, round_: Round, place: int, number: int) -> Peers:
@@ -103,7 +88,7 @@ class RoundPeers:
         same = all(partner.version == round_.base for partner in round_.partners)
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
             self._last = None
-            groups, context = self._make(round_, place, number, self._timeout.seconds), self._context
+            groups, context = self._make(round_, place, number, self._timeout), self._context
             reduction = replace(context.reduction, groups=groups)
             peers = Peers(context.settings, context.master_weights.segments, reduction)
             last = _LastRound(peers, numbers, round_.base)
@@ -113,9 +98,10 @@ class RoundPeers:
 
     def round_ended(self, committed: bool, took: float) -> None:
         """Keep the group of a committed round, and adapt the timeout to the seconds that the round took."""
+        elastic, longer = self._context.elastic, 2 * took if committed else 2 * self._timeout
         if not committed:
             self.disconnect()
-        self._timeout.learn(committed, took)
+        self._timeout = min(max(elastic.timeout_seconds, longer), elastic.give_up_seconds)
 
     def disconnect(self) -> None:
         """Drop the group: the next round creates a new one."""

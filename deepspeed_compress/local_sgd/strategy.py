@@ -6,7 +6,7 @@ The ranks of an island act alike: all ranks follow what the first one receives a
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import ReductionContext
-from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.errors import CompressError, IslandError
 from deepspeed_compress.local_sgd.exchange import MasterWeights
@@ -129,63 +128,6 @@ class ExchangeResult:
     reason: str = ""
     weight: float = 1.0
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-class ExchangeStrategy(Protocol):
-    """Exchanges of one rank with other islands: `ElasticExchange` or `AsynchronousExchange`.
-
-    Attributes:
-        stores: the residuals and the anchor, which a checkpoint contains.
-        number: unique id of this island. Ids are never reused. -1 before `start`.
-    """
-
-    stores: ResidualStores
-    number: int
-
-    @property
-    def version(self) -> int:
-        """Return the version of the anchor of this island; 0 if it has none."""
-
-    def start(self, samples: int) -> Mapping[str, Any]:
-        """Start with the anchor of the islands that exist, or else with this island's own weights. Collective.
-
-        Args:
-            samples: the total number of samples trained on so far.
-
-        Returns:
-            The metadata published with the anchor.
-        """
-
-    def step_ended(self, samples: int) -> ExchangeResult | None:
-        """Exchange after a step if it is time, and return the result of an exchange that ended, or None. Collective.
-
-        Args:
-            samples: the total number of samples trained on so far.
-        """
-
-    def prepare_save(self) -> None:
-        """Finish or set aside what is pending, before a checkpoint is saved. Collective."""
-
-    def prepare_load(self) -> None:
-        """Prepare for the loading of a checkpoint; `resume` is called afterwards."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return what `resume` must know about a checkpoint that is saved now."""
-
-    def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
-        """Continue from a checkpoint that was just loaded.
-
-        Args:
-            saved: what `describe` returned when it was saved; None if only its weights are available.
-            steps: the optimizer steps of the checkpoint.
-            samples: the samples of the checkpoint.
-
-        Returns:
-            The metadata published with the anchor.
-        """
-
-    def leave(self) -> None:
-        """Leave for good; the other islands do not wait for this one."""
 
 
 class LeaderDecision:

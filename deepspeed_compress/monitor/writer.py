@@ -144,33 +144,3 @@ def _events(fields: dict[str, Any]) -> list[tuple[str, float, int]]:
     """Return an event for every number, on DeepSpeed's axis, which is the number of samples seen."""
     numbers = {name: value for name, value in fields.items() if name not in LABELS}
     return [(EVENT_PREFIX + name, value, fields["samples"]) for name, value in numbers.items() if value is not None]
-
-
-@dataclass(frozen=True)
-class VersionStatistics:
-    """Statistics of one version over all ranks.
-
-    Attributes:
-        step: optimizer steps done.
-        rollout_version: number of the version.
-        rollout_bytes: bytes of the changes since the version before.
-        rollout_full_bytes: bytes of the full copy; 0 if the version has none.
-        rollout_changed: share of the values that changed.
-        rollout_encode_ms: milliseconds of encoding on the slowest rank.
-        rollout_write_ms: milliseconds of writing to the store on the slowest rank.
-        rollout_publish_ms: milliseconds from the copy of the weights until the version was complete.
-        rollout_age_ms: age of the version before when this one was complete, which is the largest age of the weights of
-            a rollout worker that is never late; None for the first version of a process.
-        rollout_lag: number of versions by which the samples of this step were behind; None if it was not reported.
-    """
-
-    step: int
-    rollout_version: int
-    rollout_bytes: int
-    rollout_full_bytes: int
-    rollout_changed: float
-    rollout_encode_ms: float
-    rollout_write_ms: float
-    rollout_publish_ms: float
-    rollout_age_ms: float | None
-    rollout_lag: float | None

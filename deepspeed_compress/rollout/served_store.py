@@ -1,6 +1,5 @@
 """A store at a `StoreServer`, for ranks and receivers without a shared file system."""
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.rollout.store import LARGEST, check_name
 from deepspeed_compress.rollout.store_server import STORE
-from deepspeed_compress.transport.client import connect, parse_address
+from deepspeed_compress.transport.client import RequestClient, connect, parse_address
 from deepspeed_compress.transport.connection import LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
@@ -61,9 +60,7 @@ class ServedStore:
                 f'"{SCHEME}10.0.0.7:29500"'
             ) from None
         self._credentials, self._timeout, self._attempts = credentials or Credentials.find(), timeout, attempts
-        self._limits = Limits(head=LARGE_HEAD, body=LARGEST, patience=timeout)
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._requests = RequestClient(self._connect, timeout)
 
     def put(self, name: str, data: bytes) -> None:
         if len(data) > LARGEST:
@@ -81,8 +78,7 @@ class ServedStore:
 
     def close(self) -> None:
         """Close the connection."""
-        with self._lock:
-            self._hang_up()
+        self._requests.end()
 
     def _request(self, kind: str, name: str = "", data: bytes = b"") -> tuple[Mapping[str, Any], bytearray]:
         if name:
@@ -91,7 +87,8 @@ class ServedStore:
             if attempt:
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
             try:
-                answer, body = self._exchange({"kind": kind, "name": name}, data)
+                answer, body = self._requests.request({"kind": kind, "name": name}, data)
+                _ANSWERS.read(answer)
                 break
             except (AuthenticationError, OtherServiceError):
                 raise
@@ -105,31 +102,6 @@ class ServedStore:
             raise OSError(f"the store at {self._place} has failed: {answer['why']}")
         return answer, body
 
-    def _exchange(self, request: Mapping[str, Any], data: bytes) -> tuple[Mapping[str, Any], bytearray]:
-        """Send a request, and return its answer and the body of that. Any error ends the connection."""
-        with self._lock:
-            try:
-                connection = self._connected()
-                connection.send(request, data)
-                answer = connection.receive(self._timeout)
-                if answer is None:
-                    raise TimeoutError(f"no answer for {self._timeout:g} s")
-                _ANSWERS.read(answer)
-                return answer, connection.read_body()
-            except BaseException:
-                self._hang_up()
-                raise
-
-    def _connected(self) -> Connection:
-        if self._connection is not None and self._connection.has_hung_up():
-            # The server closes connections that are idle.
-            self._hang_up()
-        if self._connection is None:
-            waits = min(self._timeout, _CONNECT)
-            self._connection = connect(self._place, STORE, self._credentials, waits, self._limits, self._timeout)
-        return self._connection
-
-    def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+    def _connect(self) -> Connection:
+        limits = Limits(head=LARGE_HEAD, body=LARGEST, patience=self._timeout)
+        return connect(self._place, STORE, self._credentials, min(self._timeout, _CONNECT), limits, self._timeout)

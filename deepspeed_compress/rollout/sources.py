@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_compress.collectives.parameters import is_plain
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.model_families import HF_TRANSPOSED
-from deepspeed_compress.rollout.plain_names import is_pipeline, plain_name
+from deepspeed_compress.model_families import HF_TRANSPOSED, user_name
 from deepspeed_compress.rollout.slices import Slice, rectangle
 
 _SPLIT = "ds_autotp_universal_checkpoint_meta"
@@ -41,8 +40,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     return unwrap(model.module)
 
 
+def _is_pipeline(module: nn.Module) -> bool:
+    """Return True for a PipelineModule of DeepSpeed, which is not imported for this."""
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and isinstance(module, deepspeed.PipelineModule)
+
+
 def _check_engine(engine: Any) -> None:
-    stages = engine.module.num_stages if is_pipeline(engine.module) else 1
+    stages = engine.module.num_stages if _is_pipeline(engine.module) else 1
     tensor = max(getattr(layer, "tp_world_size", 1) for layer in engine.module.modules())
     if engine.seq_data_parallel_group.size() * stages * tensor != dist.get_world_size():
         raise UnsupportedError(
@@ -73,8 +78,35 @@ def find_held(module: nn.Module, names: Mapping[str, str], published: Container[
     slices: list[Slice] = []
     for name, parameter in module.named_parameters():
         if published is None or name in published:
-            slices += _held(plain_name(module, parameter, name, names), parameter, owners[id(parameter)])
+            slices += _held(_plain_name(module, parameter, name, names), parameter, owners[id(parameter)])
     return [one for one in slices if one.values.numel()]
+
+
+def _plain_name(module: nn.Module, parameter: Any, name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a parameter in the plain model.
+
+    Args:
+        module: the model in training.
+        parameter: the parameter. Models of the section `parallelism` record its name in transformers.
+        name: its name in `module`.
+        names: names in the plain model of submodules and parameters of `module`, as far as they differ.
+
+    Raises:
+        UnsupportedError: `module` is a pipeline, which numbers its layers, and nothing tells what they are called in
+            the plain model.
+    """
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        found = names.get(".".join(parts[:end]))
+        if found is not None:
+            return ".".join([found, *parts[end:]])
+    known = user_name(parameter, "")
+    if not known and _is_pipeline(module):
+        raise UnsupportedError(
+            f'parameter "{name}" of a pipeline has no known name in the plain model; pass the names of its layers to '
+            f'Publisher, such as names={{"{parts[0]}": "model.layers.0"}}, or make the model by the key "parallelism"'
+        )
+    return known or name
 
 
 def _held(name: str, parameter: Any, owner: Any) -> list[Slice]:

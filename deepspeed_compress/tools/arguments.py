@@ -14,13 +14,18 @@ def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
     return {"epilog": f"examples:{lines}{more}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def add_subcommand(
-    subparsers: Any, name: str, run: str, summary: str, examples: Sequence[str]
-) -> argparse.ArgumentParser:
-    """Add the parser of a command of the second level, whose help ends with `examples`. See `cli.Command` for `run`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **epilog(examples))
-    parser.set_defaults(run=run)
-    return parser
+class Subcommands:
+    """Subcommands of a command, whose help ends with the first example of each of them."""
+
+    def __init__(self, parser: argparse.ArgumentParser, metavar: str) -> None:
+        self._parser, self._subparsers = parser, parser.add_subparsers(required=True, metavar=metavar)
+
+    def add(self, name: str, run: str, summary: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+        """Return the parser of a new subcommand, whose help ends with `examples`. See `cli.Command` for `run`."""
+        self._parser.epilog = f"{self._parser.epilog}\n  ds-compress {examples[0]}"
+        parser = self._subparsers.add_parser(name, help=summary, description=summary, **epilog(examples))
+        parser.set_defaults(run=run)
+        return parser
 
 
 def integer_from(least: int, why: str = "") -> Callable[[str], int]:

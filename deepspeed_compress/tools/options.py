@@ -2,10 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from deepspeed_compress.tools.arguments import (
-    add_subcommand,
+    Subcommands,
     duration,
     integer_from,
     port,
@@ -26,18 +25,18 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    subjects = Subcommands(parser, "WHAT")
     what = "list tags, steps and sizes, and show which checkpoints are complete"
-    listing = add_subcommand(subjects, "list", "tools.checkpoint:list_all", what, ["checkpoint list checkpoints"])
+    listing = subjects.add("list", "tools.checkpoint:list_all", what, ["checkpoint list checkpoints"])
     what = "compare every file with its digest; the exit code is 1 if one differs"
     examples = ["checkpoint verify checkpoints", "checkpoint verify checkpoints --tag global_step400"]
-    verify = add_subcommand(subjects, "verify", "tools.checkpoint:verify", what, examples)
+    verify = subjects.add("verify", "tools.checkpoint:verify", what, examples)
     what = "write a universal checkpoint, which loads with other tensor and pipeline sizes"
     examples = ["checkpoint convert checkpoints --tag global_step400 --tensor 2"]
-    convert = add_subcommand(subjects, "convert", "tools.checkpoint:convert", what, examples)
+    convert = subjects.add("convert", "tools.checkpoint:convert", what, examples)
     what = "remove all complete checkpoints except the newest ones and the one that `latest` names"
     examples = ["checkpoint prune checkpoints --keep 3 --dry-run", "checkpoint prune checkpoints --keep 3"]
-    prune = add_subcommand(subjects, "prune", "tools.checkpoint:prune", what, examples)
+    prune = subjects.add("prune", "tools.checkpoint:prune", what, examples)
     for subparser in (listing, verify, convert, prune):
         what = "directory that was passed to save_checkpoint"
         subparser.add_argument("directory", type=Path, metavar="DIR", help=what)
@@ -65,13 +64,13 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
-    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    subjects = Subcommands(parser, "WHAT")
     examples = [
         "islands serve --port 29400 --state islands.json",
         "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
     ]
     what = "run the coordinator until it is interrupted"
-    serve = add_subcommand(subjects, "serve", "tools.services:serve_islands", what, examples)
+    serve = subjects.add("serve", "tools.services:serve_islands", what, examples)
     _add_listening_arguments(serve, "islands")
     what = "file for the state, from which a restarted coordinator continues"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
@@ -79,10 +78,10 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--parameter-server", action="store_true", help=what)
     what = "print the islands that are connected and those that are missing"
     examples = ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"]
-    status = add_subcommand(subjects, "status", "tools.services:status", what, examples)
+    status = subjects.add("status", "tools.services:status", what, examples)
     what = "continue without islands that have died"
     examples = ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"]
-    forget = add_subcommand(subjects, "forget", "tools.services:forget", what, examples)
+    forget = subjects.add("forget", "tools.services:forget", what, examples)
     for subparser in (status, forget):
         subparser.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
         subparser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -106,15 +105,15 @@ def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    subjects = Subcommands(parser, "WHAT")
     what = "show which settings apply at which step"
     examples = ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000"]
-    schedule = add_subcommand(subjects, "schedule", "tools.plan:run_schedule", what, examples)
+    schedule = subjects.add("schedule", "tools.plan:run_schedule", what, examples)
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     schedule.add_argument("--steps", type=positive_integer, metavar="N", help="total optimizer steps of the training")
     what = "estimate the cost of exchanges between islands, and how often to exchange"
     examples = ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"]
-    islands = add_subcommand(subjects, "islands", "tools.plan:run_islands", what, examples)
+    islands = subjects.add("islands", "tools.plan:run_islands", what, examples)
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
     what = "number of parameters, such as 124M, or a model's config.json"
     islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
@@ -127,7 +126,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cluster_arguments(subjects)
 
 
-def _add_cluster_arguments(subjects: Any) -> None:
+def _add_cluster_arguments(subjects: Subcommands) -> None:
     what = "predict which layout and which compression trains a model first on a cluster"
     examples = [
         "plan cluster --model Qwen2.5-7B --config ds_config.json",
@@ -140,7 +139,7 @@ def _add_cluster_arguments(subjects: Any) -> None:
         "--lora-rank 16",
         "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
     ]
-    cluster = add_subcommand(subjects, "cluster", "tools.plan_cluster:run", what, examples)
+    cluster = subjects.add("cluster", "tools.plan_cluster:run", what, examples)
     what = "config.json of the model, a directory with one, or a usual size: 0.5B, 1B, 3B, 7B, 8B, 13B, 14B, 32B, 70B"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR|SIZE", help=what)
     what = (
@@ -208,13 +207,13 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    subjects = Subcommands(parser, "WHAT")
     examples = [
         "rollout serve --directory weights --port 29500",
         "rollout serve --directory weights --port 29500 --host 10.0.0.1 --secret-file secret",
     ]
     what = "serve a directory of weights until it is interrupted"
-    serve = add_subcommand(subjects, "serve", "tools.services:serve_rollout", what, examples)
+    serve = subjects.add("serve", "tools.services:serve_rollout", what, examples)
     what = "directory of the weights; it is created if it does not exist"
     serve.add_argument("--directory", type=Path, required=True, metavar="DIR", help=what)
     _add_listening_arguments(serve, "clients")
@@ -226,7 +225,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         "rollout export --store weights --directory adapters",
     ]
     what = "write versions as SGLang's /pull_weights reads them, or as adapters of PEFT, until it is interrupted"
-    export = add_subcommand(subjects, "export", "tools.services:export_rollout", what, examples)
+    export = subjects.add("export", "tools.services:export_rollout", what, examples)
     export.add_argument("--store", required=True, help="directory of the weights, or the address of their server")
     export.add_argument("--directory", type=Path, required=True, metavar="DIR", help="directory for the versions")
     what = "directory of the checkpoint that the engines were started with; leave it out for adapters"

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -36,6 +35,7 @@ from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.placement import JobOptions, size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
+from deepspeed_compress.transport.client import parse_address
 from deepspeed_compress.transport.credentials import Credentials, pass_on, set_tls
 from deepspeed_compress.transport.machine_server import MachineServer, Service
 
@@ -204,10 +204,10 @@ def _listen_address(host: str) -> str:
 def _address(rendezvous: str | None) -> tuple[str, int]:
     if rendezvous is None:
         return _LOCAL_ONLY
-    found = re.fullmatch(r"([^:\s]+):([0-9]+)", rendezvous)
-    if found is None or int(found[2]) > 65535:
-        raise ConfigError(f"--rendezvous {rendezvous}: is not HOST:PORT; write 10.0.0.1:29400, for example")
-    return found[1], int(found[2])
+    try:
+        return parse_address(rendezvous)
+    except ValueError as error:
+        raise ConfigError(f"--rendezvous: {error}") from error
 
 
 def _log(text: str) -> None:

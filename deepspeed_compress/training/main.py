@@ -14,6 +14,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.launcher.heartbeat import RESUME
 from deepspeed_compress.models import save_pretrained
+from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.program_warnings import hide_foreign_warnings
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
@@ -22,7 +23,7 @@ from deepspeed_compress.training.loop import Identity, Loop, add_program_state, 
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, final_figures
 from deepspeed_compress.training.ranks import AgreedError, Ranks, end_ranks, start_ranks
-from deepspeed_compress.training.setup import RunConfig, Training, prepare_data, read_run_config, start_training
+from deepspeed_compress.training.setup import RunConfig, prepare_data, read_run_config, start_training
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
 
 
@@ -49,21 +50,21 @@ def _train(options: Options, ranks: Ranks) -> None:
     config = ranks.agree(lambda: read_run_config(options, ranks))
     ranks.first_only(lambda: check_export(options))
     data = prepare_data(options, ranks, config.model_config)
-    training = start_training(options, config)
-    batch_size = share_of(training.engine).batch_size
+    engine, parameters = start_training(options, config), build_skeleton(config.model_config).num_parameters()
+    batch_size = share_of(engine).batch_size
     identity = Identity(options.seed, options.seq_len, options.held_out, data.key, batch_size)
-    add_program_state(training.engine, identity)
-    first = first_step(training.engine, options.output_dir, identity, ranks, resuming)
+    add_program_state(engine, identity)
+    first = first_step(engine, options.output_dir, identity, ranks, resuming)
     metrics = Metrics(options.output_dir, ranks.is_first)
     metrics.begin(first)
-    stepper = PipelineStepper(training.engine) if config.layout.pipeline > 1 else PlainStepper(training.engine)
-    ranks.print_once(_headline(options, ranks, training.parameters, first))
+    stepper = PipelineStepper(engine) if config.layout.pipeline > 1 else PlainStepper(engine)
+    ranks.print_once(_headline(options, ranks, parameters, first))
     # Data follow the number of an elastic island, which a loaded checkpoint may have changed.
-    share = share_of(training.engine)
-    loss = Loop(options, training.engine, stepper, share, data, identity, metrics, ranks).run(first)
-    _finish(options, config, training, ranks, batch_size, loss)
+    share = share_of(engine)
+    loss = Loop(options, engine, stepper, share, data, identity, metrics, ranks).run(first)
+    _finish(options, config, engine, parameters, ranks, batch_size, loss)
     # The engine holds process groups, and its parameters' hooks keep the engine alive.
-    training.engine.destroy()
+    engine.destroy()
 
 
 def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> str:
@@ -73,20 +74,20 @@ def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> st
 
 
 def _finish(
-    options: Options, config: RunConfig, training: Training, ranks: Ranks, batch_size: int, loss: float
+    options: Options, config: RunConfig, engine: Any, parameters: int, ranks: Ranks, batch_size: int, loss: float
 ) -> None:
     if options.export:
-        export_model(training.engine, config.model_config, options.tokenizer, options.export)
+        export_model(engine, config.model_config, options.tokenizer, options.export)
     if not ranks.is_first:
         return
     monitor_path = config.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
     batch_tokens = batch_size * options.seq_len
     summary = {
-        **final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(training.engine)),
-        "run": _run(training.engine),
+        **final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(engine)),
+        "run": _run(engine),
         "eval_loss": loss,
         "steps": options.steps,
-        "parameters": training.parameters,
+        "parameters": parameters,
         "world_size": ranks.world_size,
         "tensor": config.layout.tensor,
         "pipeline": config.layout.pipeline,

@@ -11,8 +11,7 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
-from deepspeed_compress.models.sources import build_skeleton
-from deepspeed_compress.training import data
+from deepspeed_compress.training.data import corpus, tokens
 from deepspeed_compress.training.options import Options
 from deepspeed_compress.training.ranks import Ranks
 
@@ -30,17 +29,9 @@ class RunConfig:
 class Data:
     """Windows for training and evaluation, and the key of the cache that holds their tokens."""
 
-    train: data.Windows
-    held_out: data.Windows
+    train: tokens.Windows
+    held_out: tokens.Windows
     key: str
-
-
-@dataclass(frozen=True)
-class Training:
-    """Engine for training, and the number of parameters of the whole model."""
-
-    engine: Any
-    parameters: int
 
 
 def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
@@ -60,43 +51,37 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
     """Train the tokenizer and encode the text, unless both exist already, and map the tokens. Raises DataError."""
-    files = ranks.agree(lambda: data.text_files(options.data))
+    files = ranks.agree(lambda: corpus.text_files(options.data))
     if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
         ranks.print_once(f"training a tokenizer into {options.tokenizer}")
     ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
-    key = ranks.first_only(lambda: data.cache_key(files, options.tokenizer))
+    key = ranks.first_only(lambda: tokens.cache_key(files, options.tokenizer))
     ranks.print_once(f"tokens in {options.cache_dir}, which are encoded if they are missing")
-    ranks.once_per_node(lambda: data.build_cache(files, options.tokenizer, options.cache_dir, key))
+    ranks.once_per_node(lambda: tokens.build_cache(files, options.tokenizer, options.cache_dir, key))
     return ranks.agree(lambda: _split(options, key, model_config))
 
 
-def start_training(options: Options, config: RunConfig) -> Training:
+def start_training(options: Options, config: RunConfig) -> Any:
     """Build the model and the engine. Raises ConfigError if DeepSpeed rejects its configuration."""
     module = build_parallel(options.model, config.model_config, options.seed, config.layout)
     try:
-        engine, *_ = _initializer(config.ds_config)(
-            model=module, model_parameters=_trainable(module), config=config.ds_config
-        )
+        return make_engine(module, config.ds_config)
     except (AssertionError, ValueError) as error:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects this configuration: {reason}") from error
-    return Training(engine, build_skeleton(config.model_config).num_parameters())
 
 
-def _initializer(ds_config: dict[str, Any]) -> Any:
+def make_engine(module: Any, ds_config: dict[str, Any], mpu: Any = None) -> Any:
+    """Return the engine of DeepSpeed that trains `module`, created by the package if `ds_config` has its section."""
     import deepspeed
 
-    if SECTION not in ds_config:
-        return deepspeed.initialize
     import deepspeed_compress
 
-    return deepspeed_compress.initialize
-
-
-def _trainable(module: Any) -> list[Any]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+    initialize = deepspeed_compress.initialize if SECTION in ds_config else deepspeed.initialize
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return initialize(model=module, model_parameters=trained, config=ds_config, mpu=mpu)[0]
 
 
 def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, output_dir: Path) -> dict[str, Any]:
@@ -129,14 +114,14 @@ def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None
 
 def _tokenizer(options: Options, files: list[Path], model_config: PretrainedConfig) -> None:
     if not (options.tokenizer / "tokenizer.json").is_file():
-        data.train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
+        tokens.train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
 
 
 def _split(options: Options, key: str, model_config: PretrainedConfig) -> Data:
-    cache = data.open_cache(options.cache_dir, key)
+    cache = tokens.open_cache(options.cache_dir, key)
     if cache.vocab_size > model_config.vocab_size:
         raise ConfigError(
             f"--tokenizer {options.tokenizer}: has {cache.vocab_size} tokens, but /vocab_size of {options.model} is "
             f"{model_config.vocab_size}; write at least {cache.vocab_size} there, or use a smaller tokenizer"
         )
-    return Data(*data.split_windows(cache, options.seq_len, options.held_out), key)
+    return Data(*tokens.split_windows(cache, options.seq_len, options.held_out), key)

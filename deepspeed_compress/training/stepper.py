@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.units import RankUnit
-from deepspeed_compress.training.data import Windows, eval_starts, step_starts
+from deepspeed_compress.training.data.tokens import Windows, eval_starts, step_starts
 
 ISLANDS = 2**32
 """Distance between the seeds of two islands. It is larger than any seed that users choose."""

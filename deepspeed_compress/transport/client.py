@@ -1,12 +1,15 @@
-"""Client side: connect, authenticate, and return a connection."""
+"""Client side: connections, which are authenticated, and requests over one that is made again if it is lost."""
 
 import re
 import socket
 import ssl
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from deepspeed_compress.transport.channel import Channel, keep_alive
-from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Connection, Limits
+from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Buffer, Connection, Head, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, ProtocolError
 from deepspeed_compress.transport.handshake import client_steps, follow
@@ -90,3 +93,60 @@ _ENDED = (
     "the server closed the connection during the handshake; perhaps only one side uses TLS, or the server does not "
     "accept the certificate of this side"
 )
+
+
+class RequestClient:
+    """Client that sends one request at a time over a connection, which it opens when it needs one.
+
+    An error ends the connection, because the answer could arrive in place of that of the next request.
+
+    Args:
+        open_connection: returns a new connection.
+        timeout: seconds to wait for an answer.
+    """
+
+    def __init__(self, open_connection: Callable[[], Connection], timeout: float) -> None:
+        self._open_connection, self._timeout = open_connection, timeout
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+
+    def request(self, head: Head, body: Buffer = b"") -> tuple[dict[str, Any], bytearray]:
+        """Send a request, and return the head and the body of its answer."""
+        with self._lock:
+            try:
+                connection = self._connected()
+                connection.send(head, body)
+                answer = connection.receive(self._timeout)
+                if answer is None:
+                    raise TimeoutError(f"no answer for {self._timeout:g} s")
+                return answer, connection.read_body()
+            except BaseException:
+                self.hang_up()
+                raise
+
+    def _connected(self) -> Connection:
+        if self._connection is not None and self._connection.has_hung_up():
+            # The server closes connections that are idle.
+            self.hang_up()
+        if self._connection is None:
+            self._connection = self._open_connection()
+        return self._connection
+
+    def end(self, patience: float = -1) -> None:
+        """Close the connection. A request that waits for its answer gets an error at once.
+
+        Args:
+            patience: seconds to wait for the thread of that request; no limit if it is negative.
+        """
+        connection = self._connection
+        if connection is not None:
+            connection.end()
+        if self._lock.acquire(timeout=patience):
+            self.hang_up()
+            self._lock.release()
+
+    def hang_up(self) -> None:
+        """Close the connection, in the thread that uses it."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

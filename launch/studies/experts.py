@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import deepspeed_compress
 from deepspeed_compress.tools.arguments import positive_integer
-from deepspeed_compress.training.data import text_files
+from deepspeed_compress.training.data.corpus import text_files
 from launch.studies.harness import new_parser
 
 WIDTH, TOKENS, LAYERS = 128, 64, 2

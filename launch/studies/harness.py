@@ -15,7 +15,8 @@ from rich.progress import track
 from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.models import read_model_config
 from deepspeed_compress.tools.arguments import positive_integer
-from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
+from deepspeed_compress.training.data.corpus import text_files
+from deepspeed_compress.training.data.tokens import build_cache, cache_key, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CPU: Mapping[str, str] = {

@@ -26,7 +26,7 @@ from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.peers import Optimizer
 from deepspeed_compress.tools.bench.systems import System, make
 from deepspeed_compress.tools.bench.workload import Contender, Workload
-from deepspeed_compress.training.data import Windows, open_cache, split_windows
+from deepspeed_compress.training.data.tokens import Windows, open_cache, split_windows
 from deepspeed_compress.training.stepper import eval_loss, mean_over_ranks, train_step
 from launch.studies.harness import cache_dir, read_result, tracked
 

@@ -34,7 +34,7 @@ from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
+from deepspeed_compress.training.data.tokens import Windows, eval_starts, open_cache, split_windows, step_starts
 
 __all__ = ["Rank", "Spec", "StepRecord", "run", "train"]
 

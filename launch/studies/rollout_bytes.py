@@ -31,7 +31,7 @@ from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.changes import apply, encode, encode_lossy
 from deepspeed_compress.rollout.versions import Dtype
-from deepspeed_compress.training.data import open_cache
+from deepspeed_compress.training.data.tokens import open_cache
 from launch.studies import version_costs
 from launch.studies.harness import add_text_options, cache_dir, markdown, new_parser, prepare_data, tracked
 

@@ -13,7 +13,8 @@ import pytest
 from deepspeed_compress.cli import report_failure
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.lint import command
-from deepspeed_compress.tools.lint.options import FORMATS, add_lint_arguments
+from deepspeed_compress.tools.lint.options import add_lint_arguments
+from deepspeed_compress.tools.outputs.machine import FORMATS
 from tests.support.mutations import damage
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def runs(count: int, seed: int) -> Iterator[tuple[str, bytes, list[str]]]:
         for _ in range(rng.randint(1, 4)):
             content = damage(content, rng, pieces)
         options = ([], ["--framework", "hf"], ["--framework", "lightning"], ["--diff", "--unsafe-fixes"])[number % 4]
-        output = [] if "--diff" in options else ["--output-format", FORMATS[number % len(FORMATS)]]
+        output = [] if "--diff" in options else ["--output-format", list(FORMATS)[number % len(FORMATS)]]
         yield name, content, [*given.get(name, [name]), *options, *output]
 
 

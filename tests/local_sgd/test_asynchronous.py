@@ -356,12 +356,12 @@ def test_a_call_repeated_after_a_lost_answer_has_one_effect(server: Server) -> N
     moved = (island.weights.values - island.exchange.anchor()).numpy().tobytes()
     island.client.ask(head, moved)
     version, anchor = server.service.store.records.version, server.service.store.places[0].anchor.clone()
-    island.client._hang_up()
+    island.client._requests.hang_up()
     island.push()
     assert island.pull().kind == "exchange"
     assert server.service.store.records.version == version
     server.service._calls.clear()
-    island.client._hang_up()
+    island.client._requests.hang_up()
     assert island.client.ask(head, moved)[0]["kind"] == "taken"
     assert torch.equal(server.service.store.places[0].anchor, anchor)
 
@@ -405,7 +405,7 @@ def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server
     first = Island(section(server.port), goal=1.0)
     first.step()
     saved = first.exchange.describe()
-    first.client._hang_up()
+    first.client._requests.hang_up()
     until(lambda: not connected(server))
     second = Island(section(server.port))
     second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())

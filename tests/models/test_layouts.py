@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.model_families import modules_of
 from deepspeed_compress.models import Layout, build_model, read_model_config
-from deepspeed_compress.training.data import Windows
+from deepspeed_compress.training.data.tokens import Windows
 from deepspeed_compress.training.stepper import share_of, train_step
 from tests.models.families import LENGTH, MODELS, padded, random_tokens, write_config
 from tests.models.runs import (

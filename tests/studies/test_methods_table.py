@@ -13,7 +13,7 @@ from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.models import build_model, read_model_config
-from deepspeed_compress.training.data import open_cache, split_windows, step_starts
+from deepspeed_compress.training.data.tokens import open_cache, split_windows, step_starts
 from launch.studies import methods_lab, methods_table
 from launch.studies.harness import markdown
 from launch.studies.methods_lab import Rank, Spec, StepRecord, train

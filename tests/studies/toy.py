@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.training.data import build_cache, cache_key, train_tokenizer
+from deepspeed_compress.training.data.tokens import build_cache, cache_key, train_tokenizer
 from tests.support.model_configs import GPT2
 
 VOCABULARY = 300

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.training.data import cache_key, eval_starts, open_cache, split_windows, train_tokenizer
+from deepspeed_compress.training.data.tokens import cache_key, eval_starts, open_cache, split_windows, train_tokenizer
 from deepspeed_compress.training.main import check_export, main, read_tokenizer
 from tests.support.forks import run_forks
 from tests.support.model_configs import LLAMA

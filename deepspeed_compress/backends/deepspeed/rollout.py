@@ -1,6 +1,5 @@
 """Weights for rollout workers, which the steps of an engine publish."""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -8,7 +7,6 @@ import torch.distributed as dist
 from deepspeed_compress.config.models import Rollout
 from deepspeed_compress.errors import ConfigError, install_command
 from deepspeed_compress.monitor import VERSIONS, Journal
-from deepspeed_compress.monitor.writer import VersionStatistics
 from deepspeed_compress.session.patches import Patches
 
 if TYPE_CHECKING:
@@ -44,22 +42,23 @@ class _VersionLog:
     def add(self, published: "Published") -> None:
         """Add a version. Those that the program itself publishes belong to no step, and are left out."""
         if published.step is not None and dist.get_rank() == 0:
-            self._journal.add(VERSIONS, asdict(_statistics(published, published.step)))
+            self._journal.add(VERSIONS, _figures(published))
 
 
-def _statistics(published: "Published", step: int) -> VersionStatistics:
-    return VersionStatistics(
-        step,
-        published.version,
-        published.change_bytes,
-        published.full_bytes,
-        published.changed,
-        1e3 * published.encode_seconds,
-        1e3 * published.write_seconds,
-        1e3 * published.seconds,
-        None if published.age is None else 1e3 * published.age,
-        published.lag,
-    )
+def _figures(published: "Published") -> dict[str, float | None]:
+    """Return the line of a version, whose keys docs/monitoring.md explains."""
+    return {
+        "step": published.step,
+        "rollout_version": published.version,
+        "rollout_bytes": published.change_bytes,
+        "rollout_full_bytes": published.full_bytes,
+        "rollout_changed": published.changed,
+        "rollout_encode_ms": 1e3 * published.encode_seconds,
+        "rollout_write_ms": 1e3 * published.write_seconds,
+        "rollout_publish_ms": 1e3 * published.seconds,
+        "rollout_age_ms": None if published.age is None else 1e3 * published.age,
+        "rollout_lag": published.lag,
+    }
 
 
 def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Patches) -> RolloutSteps:

@@ -45,12 +45,14 @@ from deepspeed_compress.local_sgd.deepspeed.state_files import ExchangeFiles, ch
 from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, RoundConnections
 from deepspeed_compress.local_sgd.parameter_server.client import PushClient
 from deepspeed_compress.local_sgd.round_peers import group_of_one
-from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, ExchangeStrategy, IslandRanks
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, IslandRanks
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.safe_files import hold
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import NOT_SAVED, check_save, result_on_all
 
+ExchangeStrategy = ElasticExchange | AsynchronousExchange
+"""Exchanges of one rank with islands that join and leave: in rounds, or asynchronous."""
 _POINTER = "/deepspeed_compress/islands/elastic"
 _AHEAD = "ahead"
 """Key in the saved state: the number of steps by which the learning-rate schedule was ahead of the engine's steps."""
@@ -206,7 +208,7 @@ class ElasticIsland(Participant):
         self._resume(self._load_state(found) if request.loads_states else None)
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Take the newest anchor after a load. For `saved`, see `ExchangeStrategy.resume`."""
+        """Take the newest anchor after a load. For `saved`, see `ElasticExchange.resume`."""
         metadata = self.exchange.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
         self._must_resume = False
         self._learning_rates.catch_up(metadata)
@@ -259,7 +261,7 @@ class ElasticIsland(Participant):
                 )
 
     def _load_state(self, found: Loaded) -> Mapping[str, Any] | None:
-        """Restore the residuals of a checkpoint, and return what `ExchangeStrategy.resume` needs. Collective.
+        """Restore the residuals of a checkpoint, and return what `ElasticExchange.resume` needs. Collective.
 
         Returns:
             The saved description of the island; None (with a CompressWarning unless there is no file) if it cannot be

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
-from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.client import RequestClient, connect
 from deepspeed_compress.transport.connection import Buffer, Connection, Head, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
@@ -44,8 +44,8 @@ class PushClient:
     ) -> None:
         self._address, self._timeout, self._give_up, self._pace = address, timeout, give_up, pace
         self._credentials = Credentials.find()
-        self._connection: Connection | None = None
-        self._calling = threading.Lock()
+        # The server may be busy for long; the kernel checks whether it can be reached.
+        self._requests = RequestClient(self._reconnect, give_up)
         self._kept: list[tuple[Head, Buffer]] = []
         """Answered calls that the server has not saved yet, from the oldest to the newest."""
         self._has_answered = False
@@ -91,13 +91,7 @@ class PushClient:
     def close(self, last: Head | None = None) -> None:
         """Abandon all calls in pending. `last` is a final message, sent if the server answers soon."""
         self._closed = True
-        connection = self._connection
-        if connection is not None:
-            # A thread that waits for an answer gets an error at once, and closes the connection.
-            connection.end()
-        if self._calling.acquire(timeout=LEAVE_TIMEOUT):
-            self._hang_up()
-            self._calling.release()
+        self._requests.end(LEAVE_TIMEOUT)
         if last is not None:
             with (
                 contextlib.suppress(OSError, ValueError),
@@ -109,7 +103,10 @@ class PushClient:
     def _try_once(self, head: Head, body: Buffer, deadline: float) -> tuple[Head, Buffer] | None:
         """Return the answer; None if it is worth trying again."""
         try:
-            return self._call(head, body)
+            self._pace(len(body))
+            answer = self._requests.request(head, body)
+            self._has_answered = True
+            return answer
         except (OSError, ValueError) as error:
             hopeless = isinstance(error, AuthenticationError | OtherServiceError | ValueError)
             if hopeless and not self._has_answered:
@@ -128,39 +125,14 @@ class PushClient:
         except BaseException as error:
             answer.set_exception(error)
 
-    def _call(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
-        with self._calling:
-            try:
-                return self._send_and_receive(self._connect(), head, body)
-            except BaseException:
-                self._hang_up()
-                raise
-
-    def _send_and_receive(self, connection: Connection, head: Head, body: Buffer) -> tuple[Head, Buffer]:
-        self._pace(len(body))
-        connection.send(head, body)
-        answer = connection.receive(self._give_up)
-        if answer is None:
-            raise TimeoutError("it has been silent")
-        self._has_answered = True
-        return answer, connection.read_body()
-
-    def _connect(self) -> Connection:
+    def _reconnect(self) -> Connection:
         if self._closed:
             raise ConnectionAbortedError("this island is ending")
-        if self._connection is None:
-            # The server may be busy for long; the kernel checks whether it can be reached.
-            self._connection = self._open_connection(max(self._timeout, LEAST_CONNECT_TIMEOUT), self._give_up)
-        return self._connection
+        return self._open_connection(max(self._timeout, LEAST_CONNECT_TIMEOUT), self._give_up)
 
     def _open_connection(self, timeout: float, patience: float) -> Connection:
         limits = Limits(body=LARGEST_BODY, patience=patience)
         return connect(self._address, PARAMETER_SERVER, self._credentials, timeout, limits, self._timeout)
-
-    def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
 
 
 def _advice(error: OSError | ValueError) -> str:

@@ -9,7 +9,6 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -79,27 +78,16 @@ Log = Callable[[str], None]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class EmulatedRanks:
     """Ranks on emulated hosts of this machine. Every job starts new processes, which may take `timeout` seconds."""
 
-    emulation: Emulation
-    timeout: float
-    is_first = True
-    starts_processes = True
+    is_first = starts_processes = True
 
-    @property
-    def count(self) -> int:
-        return self.emulation.ranks
-
-    @property
-    def per_host(self) -> int:
-        return self.emulation.per_host
-
-    @property
-    def rates(self) -> Sequence[str | None]:
-        """Return the rates of links to measure at."""
-        return self.emulation.rates
+    def __init__(self, emulation: Emulation, timeout: float) -> None:
+        self.emulation, self.timeout = emulation, timeout
+        self.count, self.per_host = emulation.ranks, emulation.per_host
+        self.rates: Sequence[str | None] = emulation.rates
+        """Rates of links to measure at."""
 
     def first_only(self, action: Callable[[], T]) -> T:
         """Return the result of `action`, since this process is not a rank."""

@@ -4,9 +4,8 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from deepspeed_compress.tools.arguments import add_subcommand, integer_from, positive_integer, positive_number, rate
+from deepspeed_compress.tools.arguments import Subcommands, integer_from, positive_integer, positive_number, rate
 
 PEERS = (
     "deepspeed",
@@ -54,13 +53,13 @@ class MirrorOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subparser for each benchmark."""
-    subparsers = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    subparsers = Subcommands(parser, "BENCHMARK")
     _add_step(subparsers)
     _add_comm(subparsers)
     _add_kernels(subparsers)
 
 
-def _add_step(subparsers: Any) -> None:
+def _add_step(subparsers: Subcommands) -> None:
     what = "Measure training steps of your configuration, of DeepSpeed without it, of pure computation, and of peers."
     examples = [
         "bench step --config ds_config.json --emulate 2,1gbit,100mbit --output step.json",
@@ -69,7 +68,7 @@ def _add_step(subparsers: Any) -> None:
         "bench step --config ds_config.json --mirror 2 --traces traces --output step.json",
         "bench step --config ds_config.json --mirror 16 --ranks-per-node 8 --rate 10gbit 25gbit --output step.json",
     ]
-    parser = add_subcommand(subparsers, "step", "tools.bench.step:run", what, examples)
+    parser = subparsers.add("step", "tools.bench.step:run", what, examples)
     group = parser.add_argument_group("measurement")
     group.add_argument("--config", nargs="+", required=True, metavar="FILE", help="DeepSpeed configurations")
     what = "config of a Hugging Face causal LM, or a directory (default: configs/models/gpt_10m.json)"
@@ -101,14 +100,14 @@ def _add_step(subparsers: Any) -> None:
     output.add_argument("--traces", type=Path, metavar="DIR", help=what)
 
 
-def _add_comm(subparsers: Any) -> None:
+def _add_comm(subparsers: Subcommands) -> None:
     what = "Measure collectives, the exchange that carries compressed messages, or compressed activations."
     examples = [
         "bench comm --emulate 2,1gbit --json comm.json",
         "bench comm --emulate 4,100mbit --sizes 16K 1M",
         "bench comm --kind tensor --emulate 2,5gbit,1gbit",
     ]
-    parser = add_subcommand(subparsers, "comm", "tools.bench.comm:run", what, examples)
+    parser = subparsers.add("comm", "tools.bench.comm:run", what, examples)
     what = (
         "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline, expert or "
         "sequence parallelism, with the rate of the link from which on compression costs time (default: collectives)"
@@ -122,14 +121,14 @@ def _add_comm(subparsers: Any) -> None:
     output.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures")
 
 
-def _add_kernels(subparsers: Any) -> None:
+def _add_kernels(subparsers: Subcommands) -> None:
     what = "Measure the compression kernels on one core or GPU, compared with copying the same memory."
     examples = [
         "bench kernels --numel 100M --json kernels.json",
         "bench kernels --device cuda --in-use",
         "bench kernels --only int4 --numel 10M",
     ]
-    parser = add_subcommand(subparsers, "kernels", "tools.bench.kernels:run", what, examples)
+    parser = subparsers.add("kernels", "tools.bench.kernels:run", what, examples)
     what = "number of input elements (default: 100M)"
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

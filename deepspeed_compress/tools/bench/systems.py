@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import deepspeed_compress
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper, add_adapters, bare_model
 from deepspeed_compress.tools.bench.workload import Contender, Workload
+from deepspeed_compress.training.setup import make_engine
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
 CONSTANT_RATE = Optimizer()
@@ -102,12 +101,10 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     module: Any = build_parallel(path, read_model_config(path), workload.seed, layout)
     add_adapters(module, workload.lora_rank)
     compressed = SECTION in ds_config
-    initialize = deepspeed_compress.initialize if compressed else deepspeed.initialize
     with ExitStack() as closing:
         mpu = closing.enter_context(attention_on_ulysses(module, workload)) if workload.sequence > 1 else None
         # DeepSpeed may modify its configuration.
-        config, trained = copy.deepcopy(dict(ds_config)), [one for one in module.parameters() if one.requires_grad]
-        made = initialize(model=module, model_parameters=trained, config=config, mpu=mpu)[0]
+        made = make_engine(module, copy.deepcopy(dict(ds_config)), mpu)
         closing.callback(made.destroy)
         share = share_of_sequence(workload) if workload.sequence > 1 else share_of(made)
         session: Any = made.compression if compressed else None

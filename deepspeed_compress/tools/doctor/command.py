@@ -26,9 +26,8 @@ from deepspeed_compress.tools.doctor.case import NEEDS, Case, read_baseline, rea
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
-from deepspeed_compress.tools.outputs import plural
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
-from deepspeed_compress.tools.outputs.report import printable
+from deepspeed_compress.tools.outputs.report import plural, printable
 from deepspeed_compress.tools.plan_job import read_setup
 
 

@@ -22,7 +22,8 @@ from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import ALL, Selection, check_codes, ignored_inside, lint_document, matches
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.outputs import Report, lines, plural, render, visible
+from deepspeed_compress.tools.outputs.machine import FORMATS
+from deepspeed_compress.tools.outputs.report import Report, lines, plural, visible
 
 CLEAN, FOUND, FAILED = 0, 1, 2
 
@@ -124,7 +125,7 @@ def _write(linted: list[Linted], options: argparse.Namespace) -> None:
     findings = tuple(one for result in linted for one in result.fixed.remaining)
     fixed = sum(result.fixed.count for result in linted)
     report = Report(findings, len(linted), RULES, fixed, _has_colour(stream), options.quiet)
-    stream.write(render(report, options.output_format))
+    stream.write(FORMATS[options.output_format](report))
 
 
 def _replace_content(path: Path, content: bytes) -> None:

@@ -7,12 +7,12 @@ from typing import Literal, get_args
 from deepspeed_compress import __version__
 from deepspeed_compress.diagnostics import SEVERITIES
 from deepspeed_compress.tools.arguments import positive_integer, positive_number
+from deepspeed_compress.tools.outputs.machine import FORMATS
 
 Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 FINE_TUNING = ("llamafactory", "swift", "axolotl", "trl")
 """Frameworks whose Trainer reads the configuration, so that they are `hf` for the rules."""
-FORMATS = ("full", "concise", "statistics", "json", "github", "sarif")
 
 
 def add_lint_arguments(parser: argparse.ArgumentParser) -> None:

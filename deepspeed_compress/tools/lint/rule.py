@@ -208,9 +208,13 @@ def unknown_parameter(
     close = closest(str(path[-1]), names)
     if close is None:
         return key_finding(path, what, "nothing: remove the key")
-    free = not document.has(*path[:-1], close)
-    renamed = fix(f"Rename to {close}", rename(document, path, close), safe=False) if free else None
-    return key_finding(path, what, _if_meant(close), renamed)
+    return key_finding(path, what, _if_meant(close), renamed(document, path, close))
+
+
+def renamed(document: Document, path: Path, to: str) -> Fix | None:
+    """Return the fix that renames the key at `path`, which a user has to confirm; None if the name is taken."""
+    free = not document.has(*path[:-1], to)
+    return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
 
 
 def _if_meant(name: str) -> str:

@@ -79,13 +79,14 @@ def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
 
 
 _JSON = json.JSONDecoder()
-_CHUNK = re.compile(r"[^\"'\\\x00-\x1f]*")
 _FIRST_LINE = re.compile(r"[ \t\r]*(\n?)")
 _LINE = re.compile(r"[^\n\r]*")
-_ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_QUOTED = {quote: re.compile(rf"{quote}(?:[^{quote}\\\n\r]|\\u(?s:.{{4}})|\\[^\n\r])*+{quote}") for quote in "\"'"}
+"""String up to its closing quote, by its quote. After \\u, hjson reads four characters, whatever they are."""
+_SOUND = re.compile(r"(?:[^\\\x00-\x1f]|\\[\"'\\/bfnrt]|\\u[0-9a-fA-F]{4})*+")
+"""Beginning of a string up to what HJSON does not allow."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which UTF-8 text cannot contain."""
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class ScanError(Exception):
@@ -115,62 +116,37 @@ def quoted(text: str, start: int) -> tuple[str, int, bool]:
         # Python's own reader is much faster. Text that it refuses may still be HJSON, or needs an explanation.
         with suppress(ValueError):
             return *_JSON.raw_decode(text, start), True
-    return _escaped(text, start)
+    return *_as_hjson_reads(text, start), False
 
 
-def _escaped(text: str, start: int) -> tuple[str, int, bool]:
-    quote, parts, is_json = text[start], list[str](), True
-    chunk = match(_CHUNK, text, start + 1)
-    while (char := text[chunk.end() : chunk.end() + 1]) != quote:
-        part, at, known = _special(text, start, chunk.end(), char)
-        parts += (chunk[0], part)
-        is_json = is_json and known
-        chunk = match(_CHUNK, text, at)
-    return "".join((*parts, chunk[0])), chunk.end() + 1, is_json
+def _as_hjson_reads(text: str, start: int) -> tuple[str, int]:
+    """Return the string at `start` and its end, from hjson's own reader."""
+    from hjson.decoder import scanstring  # type: ignore[import-untyped]
 
-
-def _special(text: str, start: int, at: int, char: str) -> tuple[str, int, bool]:
-    """Return the text for the character at `at` in the string at `start`, its end, and whether it is valid JSON."""
-    if char == "\\":
-        return _escape(text, at)
-    if char in ("", "\n", "\r"):
-        raise _error(text, Span(start, at), "this string has no end on its line", f"a closing {text[start]}")
-    if char < " ":
-        raise _error(text, Span(at, at + 1), f"{char!r} cannot stand in a string", to_json(char)[1:-1])
-    return char, at + 1, True
-
-
-def _escape(text: str, at: int) -> tuple[str, int, bool]:
-    """Return the text for the backslash at `at`, the end of the escape, and whether it is valid JSON."""
-    char = text[at + 1 : at + 2]
-    if char in _ESCAPES:
-        return _ESCAPES[char], at + 2, char != "'"
-    code = _unicode(text, at) if char == "u" else None
-    if code is None:
-        what = f'{text[at : at + 2]} is not an escape (allowed: \\" \\\\ \\/ \\b \\f \\n \\r \\t \\uXXXX)'
-        raise _error(text, Span(at, at + 2), what, "\\\\ for a backslash")
-    digits, low = text[at + 2 : at + 6], _unicode(text, at + 6) if text[at + 6 : at + 8] == "\\u" else None
-    if 0xD800 <= code < 0xDC00 and low is not None and 0xDC00 <= low < 0xE000:
-        pair = 0x10000 + ((code - 0xD800) << 10 | low - 0xDC00)
-        return chr(pair), at + 12, bool(_HEX.fullmatch(digits) and _HEX.fullmatch(text[at + 8 : at + 12]))
-    return chr(code), at + 6, bool(_HEX.fullmatch(digits))
-
-
-def _unicode(text: str, at: int) -> int | None:
-    """Return the code after the backslash and u at `at`, or None. Like hjson, this uses int()."""
-    digits = text[at + 2 : at + 6]
-    if len(digits) < 4 or digits[1] in "xX":
-        return None
+    source = _QUOTED[text[start]].match(text, start) or match(_LINE, text, start)
     try:
-        code = int(digits, 16)
+        value, length = scanstring(source[0], 1)
     except ValueError:
-        return None
-    return code if code >= 0 else None
+        raise _error(text, start) from None
+    return value, start + length
 
 
-def _error(text: str, span: Span, message: str, instead: str) -> ScanError:
-    """Return an error in a string. Reading resumes at the end of its line, because the end of the string is unknown."""
-    return ScanError(span, message, instead, match(_LINE, text, span.start).end())
+def _error(text: str, start: int) -> ScanError:
+    """Return the error in the string at `start`.
+
+    Reading resumes at the end of its line, because the end of the string is unknown.
+    """
+    at = match(_SOUND, text, start + 1).end()
+    char, span = text[at : at + 1], Span(at, at + 1)
+    if char == "\\":
+        span = Span(at, at + 2)
+        what = f'{text[at : at + 2]} is not an escape (allowed: \\" \\\\ \\/ \\b \\f \\n \\r \\t \\uXXXX)'
+        instead = "\\\\ for a backslash"
+    elif char in ("", "\n", "\r"):
+        span, what, instead = Span(start, at), "this string has no end on its line", f"a closing {text[start]}"
+    else:
+        what, instead = f"{char!r} cannot stand in a string", to_json(char)[1:-1]
+    return ScanError(span, what, instead, match(_LINE, text, start).end())
 
 
 def multi_line(text: str, start: int, indentation: int | None) -> tuple[str, int]:

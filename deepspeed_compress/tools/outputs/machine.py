@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Place, Severity
-from deepspeed_compress.tools.outputs.report import Report, Rule, lines, message, visible
+from deepspeed_compress.tools.outputs.report import Report, Rule, concise, full, lines, message, statistics, visible
 
 Keys = Mapping[str, Callable[[Diagnostic], object]]
 """Keys of an object, with functions that return their values."""
@@ -164,3 +164,14 @@ def _uri(path: str) -> str:
     """Return a path, whose bytes need not be UTF-8, as a relative or absolute URI."""
     quoted = quote(path.encode("utf-8", "surrogateescape"))
     return f"file://{quoted}" if path.startswith("/") else quoted
+
+
+FORMATS: Mapping[str, Callable[[Report], str]] = {
+    "full": full,
+    "concise": concise,
+    "statistics": statistics,
+    "json": json_array,
+    "github": github,
+    "sarif": sarif,
+}
+"""Formats of a report, for people at a terminal and for programs."""

@@ -92,8 +92,9 @@ def _recent_loss(run: Run) -> float | None:
     return statistics.fmean(values[-max(1, len(values) // 10) :]) if values else None
 
 
-def _step_time(run: Run) -> float | None:
-    values = run.column("step_ms").values()
+def median(run: Run, key: str) -> float | None:
+    """Return the median of a column; None without values."""
+    values = run.column(key).values()
     return statistics.median(values) if values else None
 
 
@@ -185,7 +186,7 @@ METRICS = (
         "{:.4f}".format,
         of_whole=True,
     ),
-    Metric("median step time", _step_time, milliseconds, tile=True),
+    Metric("median step time", lambda run: median(run, "step_ms"), milliseconds, tile=True),
     Metric(
         "training time, including evaluation and saving",
         lambda run: _last(run, "train_runtime"),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from deepspeed_compress.tools.report.figures import TRAFFIC
+from deepspeed_compress.tools.report.figures import TRAFFIC, median
 from deepspeed_compress.tools.report.runs import Marker, Run, markers, settings_timelines
 
 POINTS = 360
@@ -225,8 +225,8 @@ def _time_bars(runs: Sequence[Run]) -> Bars | None:
     measured = [run for run in runs if run.column("step_ms")]
     if not any(run.column("compress_ms") for run in measured):
         return None
-    means = {title: [_median(run, key) for run in measured] for title, _, key in _TIMES}
-    wholes = [_median(run, "step_ms") for run in measured]
+    means = {title: [median(run, key) or 0.0 for run in measured] for title, _, key in _TIMES}
+    wholes = [median(run, "step_ms") or 0.0 for run in measured]
     rest = tuple(max(0.0, whole - sum(parts)) for whole, *parts in zip(wholes, *means.values(), strict=True))
     parts = [(title, colour, tuple(means[title])) for title, colour, _ in _TIMES]
     return Bars(
@@ -235,11 +235,6 @@ def _time_bars(runs: Sequence[Run]) -> Bars | None:
         _names(measured),
         (("all else, with DeepSpeed's own messages", "run-soft", rest), *parts),
     )
-
-
-def _median(run: Run, key: str) -> float:
-    values = run.column(key).values()
-    return statistics.median(values) if values else 0.0
 
 
 def _traffic_bars(runs: Sequence[Run]) -> Bars | None:

@@ -10,12 +10,12 @@ from hypothesis import given
 
 from deepspeed_compress.diagnostics import Edit, Span
 from deepspeed_compress.tools.lint.fixes import edited
-from deepspeed_compress.tools.lint.options import FORMATS
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.outputs import Report, render
+from deepspeed_compress.tools.outputs.machine import FORMATS
+from deepspeed_compress.tools.outputs.report import Report
 from tests.support.properties import properties
 from tests.tools.lint.texts import CONFIGS, NOISE, TOYS, broken
 
@@ -56,30 +56,30 @@ dir/ds config.json:6:8: DSC001 syntax-error: this string has no end on its line
 
 
 def test_full() -> None:
-    assert render(report(), "full") == FULL
+    assert FORMATS["full"](report()) == FULL
 
 
 def test_concise() -> None:
     lines = FULL.splitlines()
-    assert render(report(), "concise").splitlines() == [lines[0], lines[5], lines[10], lines[-1]]
+    assert FORMATS["concise"](report()).splitlines() == [lines[0], lines[5], lines[10], lines[-1]]
 
 
 def test_colours_change_no_text() -> None:
     for name in ("full", "concise"):
-        coloured = render(report(colour=True), name)
-        assert coloured != render(report(), name)
-        assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == render(report(), name)
+        coloured = FORMATS[name](report(colour=True))
+        assert coloured != FORMATS[name](report())
+        assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == FORMATS[name](report())
 
 
 def test_summary() -> None:
-    assert render(report("{train_batch_size: 1}"), "concise") == "1 file checked, nothing found.\n"
-    assert render(Report((), 2, fixed=1), "concise") == "Fixed 1 finding. 2 files checked, nothing found.\n"
+    assert FORMATS["concise"](report("{train_batch_size: 1}")) == "1 file checked, nothing found.\n"
+    assert FORMATS["concise"](Report((), 2, fixed=1)) == "Fixed 1 finding. 2 files checked, nothing found.\n"
 
 
 def test_statistics() -> None:
     """Rules are sorted by frequency, then by code. A star marks findings that --fix corrects."""
     found = [finding for text in (CONFIG, "{amp: {}}", "{amp: 1}", "{") for finding in report(text).diagnostics]
-    lines = render(Report(tuple(reversed(found)), 4), "statistics").splitlines()
+    lines = FORMATS["statistics"](Report(tuple(reversed(found)), 4)).splitlines()
     assert lines[:3] == [
         "    3  DSC101  [ ]  warning  removed-amp",
         "    2  DSC001  [ ]  error    syntax-error",
@@ -87,25 +87,25 @@ def test_statistics() -> None:
     ]
     assert lines[3] == "    1  DSC401  [*]  error    stage-range"
     assert lines[4:] == [Report(tuple(found), 4).summary]
-    assert render(Report((), 1, quiet=True), "statistics") == ""
-    assert "\x1b[1;31mDSC401" in render(Report(tuple(found), 4, colour=True), "statistics")
+    assert FORMATS["statistics"](Report((), 1, quiet=True)) == ""
+    assert "\x1b[1;31mDSC401" in FORMATS["statistics"](Report(tuple(found), 4, colour=True))
 
 
 def test_a_long_line_is_cut_around_the_place() -> None:
     text = '{"train_batch_size": "' + "b" * 500 + '", "zero_optimization": {"stage": 9}, "c": "' + "d" * 500 + '"}'
-    source, caret = render(report(text), "full").splitlines()[1:3]
+    source, caret = FORMATS["full"](report(text)).splitlines()[1:3]
     assert len(source) < 140
     assert source[caret.index("^")] == "9"
 
 
 def test_a_terminal_cannot_be_controlled() -> None:
     text = '{"\\u001b[31m\\u202e": 1, "amp": {"\x7f\x9b": "\x1b]0;title\x07"}}'
-    shown = render(report(text, "\x1b.json"), "full")
+    shown = FORMATS["full"](report(text, "\x1b.json"))
     assert not set("\x1b\x7f\x9b\x07\u202e") & set(shown)
 
 
 def test_json() -> None:
-    found = json.loads(render(report(), "json"))
+    found = json.loads(FORMATS["json"](report()))
     assert [finding["code"] for finding in found] == ["DSC401", "DSC101", "DSC001"]
     assert found[0] == {
         "path": "dir/ds config.json",
@@ -126,7 +126,7 @@ def test_json() -> None:
 
 
 def test_github() -> None:
-    lines = render(report(path="a,b:c%.json"), "github").splitlines()
+    lines = FORMATS["github"](report(path="a,b:c%.json")).splitlines()
     assert lines[1] == (
         "::warning file=a%2Cb%3Ac%25.json,line=5,col=3,endColumn=8,title=DSC101 removed-amp"
         "::amp was removed (at /amp). Write nothing: remove the key."
@@ -135,7 +135,7 @@ def test_github() -> None:
 
 
 def sarif_results(text: str, **more: Any) -> list[dict[str, Any]]:
-    log = json.loads(render(report(text, **more), "sarif"))
+    log = json.loads(FORMATS["sarif"](report(text, **more)))
     jsonschema.Draft7Validator(SARIF).validate(log)
     results: list[dict[str, Any]] = log["runs"][0]["results"]
     for result in results:
@@ -168,6 +168,6 @@ def test_sarif_uris() -> None:
 def test_every_format_writes_anything(text: str) -> None:
     everything = report(text, rules=RULES)
     for name in FORMATS:
-        assert render(everything, name) or name == "github"
+        assert FORMATS[name](everything) or name == "github"
     sarif_results(text, rules=RULES)
-    assert len(json.loads(render(everything, "json"))) == len(everything.diagnostics)
+    assert len(json.loads(FORMATS["json"](everything))) == len(everything.diagnostics)

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.lint.options import FORMATS, FRAMEWORKS
+from deepspeed_compress.tools.lint.options import FRAMEWORKS
 from deepspeed_compress.tools.lint.runner import lint_text
+from deepspeed_compress.tools.outputs.machine import FORMATS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8")

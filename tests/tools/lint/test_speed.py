@@ -11,7 +11,8 @@ from deepspeed_compress.tools.lint.files import sources
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document
-from deepspeed_compress.tools.outputs import Report, render
+from deepspeed_compress.tools.outputs.machine import FORMATS
+from deepspeed_compress.tools.outputs.report import Report
 from tests.support.processes import run_python
 
 CONFIG = {
@@ -69,7 +70,7 @@ def lint_all(directory: Path) -> int:
     """Return the number of files that were found."""
     found = list(sources([str(directory)]))
     diagnostics = [one for source in found for one in lint_document(source.document, Context(), Selection(), RULES)]
-    render(Report(tuple(diagnostics), len(found)), "full")
+    FORMATS["full"](Report(tuple(diagnostics), len(found)))
     return len(found)
 
 
@@ -91,6 +92,6 @@ def test_ten_megabytes_through_every_rule(tmp_path: Path) -> None:
     [source] = sources([str(path)])
     start = time.process_time()
     findings = lint_document(source.document, Context(framework="hf", world_size=8), Selection(), RULES)
-    render(Report(tuple(findings), 1), "full")
+    FORMATS["full"](Report(tuple(findings), 1))
     assert findings
     assert time.process_time() - start < 30

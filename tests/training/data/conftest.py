@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.training.data import train_tokenizer
+from deepspeed_compress.training.data.tokens import train_tokenizer
 
 WORDS = "the king said nothing, for who would answer?\n\n  'Tis late; it's cold \u2014 na\u00efve\tnight 1604. "
 

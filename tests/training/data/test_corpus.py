@@ -8,8 +8,8 @@ import pytest
 
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.data import corpus as corpus_module
-from deepspeed_compress.training.data import fetch_corpus, text_files
 from deepspeed_compress.training.data.__main__ import main
+from deepspeed_compress.training.data.corpus import fetch_corpus, text_files
 
 TEXTS = {"hamlet_gut.txt": b"Who's there?\n", "lear_gut.txt": b"Nothing will come of nothing.\n"}
 

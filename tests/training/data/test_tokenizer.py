@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.training.data import load_tokenizer, train_tokenizer
-from deepspeed_compress.training.data.tokens import END_OF_TEXT, end_token
+from deepspeed_compress.training.data.tokens import END_OF_TEXT, end_token, load_tokenizer, train_tokenizer
 
 
 def test_transformers_loads_the_tokenizer(tokenizer: Path) -> None:

@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.training.data import build_cache, cache_key, load_tokenizer, open_cache, train_tokenizer
 from deepspeed_compress.training.data.corpus import documents, split_at_words
-from deepspeed_compress.training.data.tokens import END_OF_TEXT, TokenCache
+from deepspeed_compress.training.data.tokens import (
+    END_OF_TEXT,
+    TokenCache,
+    build_cache,
+    cache_key,
+    load_tokenizer,
+    open_cache,
+    train_tokenizer,
+)
 from tests.support.properties import properties
 
 

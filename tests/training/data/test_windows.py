@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.training.data import Windows, eval_starts, split_windows, step_starts
-from deepspeed_compress.training.data.tokens import TokenCache
+from deepspeed_compress.training.data.tokens import TokenCache, Windows, eval_starts, split_windows, step_starts
 
 CACHE = TokenCache(np.arange(1000, dtype=np.uint16), (0, 600, 605, 1000), 1000)
 

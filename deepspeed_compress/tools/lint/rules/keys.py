@@ -1,10 +1,9 @@
 """Rules on keys that DeepSpeed does not know, or knows at another place."""
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path
+from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, key_finding, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, key_finding, renamed, rule
 from deepspeed_compress.tools.lint.values import name
 
 _SAME_AS = {
@@ -49,7 +48,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Findings:
         elif meant := closest(key, names):
             what = f'"{key}" is not a key of {_title(section.path)} (did you mean "{meant}"?)'
             # Another program's section may have a name like that of ours.
-            correction = _renamed(document, path, meant) if meant != OUR_SECTION else None
+            correction = renamed(document, path, meant) if meant != OUR_SECTION else None
             yield key_finding(path, what, f'"{meant}", if you meant that', correction)
         else:
             strange.setdefault(section.path, []).append(key)
@@ -79,12 +78,6 @@ def _strange(section: Path, keys: list[str]) -> Diagnostic:
     return key_finding((*section, keys[0]), what, instead)
 
 
-def _renamed(document: Document, path: Path, to: str) -> Fix | None:
-    """Return a fix that renames a key. It is not safe, because the new name is a guess that the user has to confirm."""
-    free = not document.has(*path[:-1], to)
-    return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
-
-
 def _ours(document: Document, path: Path) -> Diagnostic | None:
     """Return a finding about our section, or a part of it, that has another name or place; None for other keys."""
     key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
@@ -95,7 +88,7 @@ def _ours(document: Document, path: Path) -> Diagnostic | None:
     else:
         return None
     what = f'"{path[-1]}" is not read here, and compresses nothing'
-    correction = _renamed(document, path, OUR_SECTION) if path[:-1] == place[:-1] else None
+    correction = renamed(document, path, OUR_SECTION) if path[:-1] == place[:-1] else None
     return key_finding(path, what, f"it as {name(place)}", correction)
 
 
