@@ -189,8 +189,7 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
 
 def choice_name(gradients: GradientsConfig) -> str:
     """Return the name of the choice to run the same with these settings, as `plan cluster` has it."""
-    is_usual = isinstance(gradients, BlockwiseGradients)
-    return in_bits(gradients.bits) if is_usual else f"{THE_SAME}, {brief(gradients)}"
+    return in_bits(gradients.bits) if isinstance(gradients, BlockwiseGradients) else f"{THE_SAME}, {brief(gradients)}"
 
 
 def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:
