@@ -103,13 +103,15 @@ def test_ranks_share_the_address_of_their_host() -> None:
 
 
 FORKING = """
-import os, sys
+import os, sys, time
 from deepspeed_compress.tools.bench.hosts import fork_ranks, wait_for_ranks
 copies = fork_ranks()
 rank = os.environ["RANK"]
 os.write(1, f"{rank} {os.environ['LOCAL_RANK']} {len(os.sched_getaffinity(0))}\\n".encode())
 if rank == sys.argv[1]:
     os._exit(3)
+if rank == "0" and sys.argv[1] != "none":
+    time.sleep(600)
 wait_for_ranks(copies)
 """
 
@@ -120,7 +122,10 @@ def test_a_program_makes_the_other_ranks_of_its_host(failing: str, failure: str 
     with Cluster(2, per_host=2) as cluster:
         run = cluster.run([sys.executable, "-c", FORKING, failing], timeout=300, forks=True)
     assert run.failure == failure
-    assert [sorted(output.splitlines()) for output in run.outputs] == [["0 0 1", "1 1 1"], ["2 0 1", "3 1 1"]]
+    first, second = (sorted(output.splitlines()) for output in run.outputs)
+    assert second == ["2 0 1", "3 1 1"]
+    # If a rank fails, those of the other host may be ended before they write.
+    assert failure or first == ["0 0 1", "1 1 1"]
 
 
 @measures_links
