@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,12 @@ SLOW = Constants(0.3, 1.5, 0.2, 4e-6, 0.7, 30.0, 1.5, 0.4, 0.5)
 KINDS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "exchange")
 
 
-@dataclass(frozen=True)
 class ExactRanks(EmulatedRanks):
     """Ranks whose times are those of the model with the constants `SLOW`."""
 
-    job: Job
-    layouts: dict[str, Layout]
+    def __init__(self, emulation: Emulation, timeout: float, job: Job, layouts: dict[str, Layout]) -> None:
+        super().__init__(emulation, timeout)
+        self.job, self.layouts = job, layouts
 
     def run(self, jobs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
         measured = {"probes": self.probes, "steps": self.steps}
