@@ -27,7 +27,7 @@ from deepspeed_compress.tools.bench.mirror import MIRROR, Mirror
 from deepspeed_compress.tools.bench.options import MirrorOptions
 
 GLOO_DELAY = 45.0
-"""Delays of gloo relative to those of NCCL: small messages in `bench comm --emulate 2,1gbit`, with a core for each host."""
+"""Delays of gloo relative to those of NCCL: small messages in `bench comm --emulate 2,1gbit`, a core each."""
 GLOO_SHARES: Mapping[str, tuple[float, float]] = {
     "reduce": (0.96, 0.96),
     "scatter": (0.96, 0.96),
