@@ -3,7 +3,8 @@
 
 Each case is a ZeRO stage on some hosts. DeepSpeed and the package are measured at each rate of links on the emulated
 hosts and in a mirror, in turns, because a processor's speed changes within minutes. As many mirrors as hosts run at
-once, since hosts share the processors, too. Finished cases are kept. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
+once, since hosts share the processors, too. Finished cases are kept. It needs Linux, a quiet machine, and what
+`ds-compress bench --emulate` needs.
 
 examples, from the root of the repository:
   python -m launch.studies.mirror_network --output-dir runs/mirror
