@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Compare `ds-compress bench step --mirror N --rate R` with the same steps on N emulated hosts of this machine.
 
-Each case is a ZeRO stage on some hosts. DeepSpeed and the package are measured at each rate of links: first on the
-emulated hosts, then in a mirror. As many mirrors as hosts run at once, since hosts share the processors, too. Finished
-cases are kept. It needs Linux, a quiet machine, and what `ds-compress bench --emulate` needs.
+Each case is a ZeRO stage on some hosts. DeepSpeed and the package are measured at each rate of links on the emulated
+hosts and in a mirror, in turns, because a processor's speed changes within minutes. As many mirrors as hosts run at
+once, since hosts share the processors, too. Finished cases are kept. It needs Linux, a quiet machine, and what
+`ds-compress bench --emulate` needs.
 
 examples, from the root of the repository:
   python -m launch.studies.mirror_network --output-dir runs/mirror
@@ -16,7 +17,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,12 @@ class Case:
 
 CONFIGS = ("zero0_int4.json", "zero1_int4_weights.json", "zero2_int4_weights.json", "zero3_int4_weights8.json")
 """Configurations by ZeRO stage."""
-CASES: Mapping[str, Case] = {str(case): case for case in (Case(zero, hosts) for hosts in (2, 4) for zero in range(4))}
-STEPS: Mapping[str | None, int] = {"5gbit": 15, "1gbit": 15, "100mbit": 7}
-"""Measured steps by rate."""
+CASES: Mapping[str, Case] = {
+    str(case): case for case in (*(Case(zero, 2) for zero in range(4)), Case(1, 4), Case(3, 4))
+}
+TURNS = 3
+STEPS: Mapping[str | None, int] = {"5gbit": 7, "1gbit": 7, "100mbit": 3}
+"""Measured steps of a turn by rate."""
 TIMEOUT = 600.0
 NEAR = 0.1
 """Difference of steps that are near each other."""
@@ -92,17 +96,18 @@ def _study(options: argparse.Namespace) -> bool:
     return True
 
 
-def outcome(case: Case, options: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the rows of a case, of an earlier run if there is one."""
+def outcome(case: Case, options: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of each turn of a case, of an earlier run if there is one."""
     file = options.output_dir / f"zero{case.zero}_hosts{case.hosts}.json"
     if not file.is_file():
-        write_json(file, {"emulated": emulated(case, options.model), "mirrors": mirrors(case, options.model)})
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        turns = [{name: measure(case, options.model) for name, measure in SIDES.items()} for _ in range(TURNS)]
+        write_json(file, turns)
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def emulated(case: Case, model: Path) -> list[Row]:
-    """Return the rows of emulated hosts.
+def emulated(case: Case, model: Path) -> list[list[Row]]:
+    """Return the rows of emulated hosts, which are means over them.
 
     Raises:
         CompressError: A process failed.
@@ -113,7 +118,7 @@ def emulated(case: Case, model: Path) -> list[Row]:
     rows, failure = EmulatedRanks(Emulation(case.hosts, rates), TIMEOUT).run([group.to_job(STEPS)])
     if failure is not None:
         raise CompressError(f"{case}: emulated hosts: {failure}")
-    return rows
+    return [rows]
 
 
 def mirrors(case: Case, model: Path) -> list[list[Row]]:
@@ -133,13 +138,22 @@ def mirrors(case: Case, model: Path) -> list[list[Row]]:
         return [json.loads(file.read_text(encoding="utf-8"))["rows"] for file in Path(directory).glob("*.json")]
 
 
-def pairs(case: Case, found: Mapping[str, Any]) -> Iterator[Pair]:
-    """Yield the steps of a case, with the mean over its mirrors."""
-    by_step = [{_step(row): row["step_s"]["median"] for row in rows} for rows in found["mirrors"]]
-    for one in found["emulated"]:
-        name, rate = _step(one)
-        mirrored = statistics.mean(seconds[name, rate] for seconds in by_step)
-        yield Pair(f"{case}, {name}", rate, one["step_s"]["median"], mirrored)
+SIDES: Mapping[str, Callable[[Case, Path], list[list[Row]]]] = {"emulated": emulated, "mirrors": mirrors}
+"""Functions that measure a turn of a case. They return rows of the hosts together, and of each mirror."""
+
+
+def pairs(case: Case, turns: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
+    """Yield the steps of a case: the medians over its turns."""
+    for one in turns[0]["emulated"][0]:
+        name, rate = step = _step(one)
+        seconds = [
+            statistics.median(
+                statistics.mean(row["step_s"]["median"] for rows in turn[side] for row in rows if _step(row) == step)
+                for turn in turns
+            )
+            for side in SIDES
+        ]
+        yield Pair(f"{case}, {name}", rate, *seconds)
 
 
 def _step(row: Row) -> tuple[str, str]:

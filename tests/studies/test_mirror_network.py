@@ -9,7 +9,7 @@ import pytest
 from deepspeed_compress.config import read_ds_config
 from deepspeed_compress.tools.bench.workload import stage_of
 from launch.studies import mirror_network
-from launch.studies.mirror_network import CASES, STEPS, Case, Pair, main, summary
+from launch.studies.mirror_network import CASES, STEPS, TURNS, Case, Pair, main, summary
 
 CASE = "ZeRO 1, 4 hosts"
 
@@ -27,23 +27,23 @@ def test_steps_are_measured_once_and_compared(
 ) -> None:
     taken: list[Case] = []
 
-    def emulated(case: Case, model: Path) -> list[dict[str, Any]]:
+    def emulated(case: Case, model: Path) -> list[list[dict[str, Any]]]:
         taken.append(case)
-        return rows(1.0)
+        return [rows((1.0, 1.4, 0.9)[len(taken) - 1])]
 
-    monkeypatch.setattr(mirror_network, "emulated", emulated)
-    monkeypatch.setattr(mirror_network, "mirrors", lambda *_: [rows(0.8), rows(1.1)])
+    sides = {"emulated": emulated, "mirrors": lambda *_: [rows(0.8), rows(1.1)]}
+    monkeypatch.setattr(mirror_network, "SIDES", sides)
     monkeypatch.setattr(mirror_network, "enter_user_namespace", lambda _: None)
     given = ["--output-dir", str(tmp_path), "--only", CASE]
     assert main(given) == 0
     out = capsys.readouterr().out
     [file] = tmp_path.glob("*.json")
-    assert json.loads(file.read_text()).keys() == {"emulated", "mirrors"}
+    assert [turn.keys() for turn in json.loads(file.read_text())] == [{"emulated", "mirrors"}] * TURNS
     assert f"| {CASE}, deepspeed | 100mbit | 1.000 | 0.950 | -5 % |" in out
     assert out.endswith("within 10 %: 6 of 6, median difference -5.0 %\n")
     assert main(given) == 0
     assert capsys.readouterr().out == out
-    assert taken == [Case(1, 4)]
+    assert taken == [Case(1, 4)] * TURNS
 
 
 def test_steps_that_differ_by_more_are_counted() -> None:
