@@ -176,11 +176,7 @@ COMMANDS = (
     Command(
         "doctor",
         "Find what holds a run back, from its statistics, and what to change.",
-        (
-            "doctor runs/int4",
-            "doctor runs/int4 --baseline runs/dense --json",
-            "doctor runs/int4 --apply ds_config_better.json",
-        ),
+        ("doctor runs/int4", "doctor runs/int4 --baseline runs/dense --json"),
         "tools.options:add_doctor_arguments",
         "tools.doctor.command:run",
         failed=2,

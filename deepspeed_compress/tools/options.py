@@ -59,8 +59,6 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     config = "configuration of the run, if it has left no RUN_DIR/ds_config.json"
     parser.add_argument("--config", type=Path, metavar="FILE", help=config)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    applied = "write the changed configuration to FILE, which must not exist"
-    parser.add_argument("--apply", type=Path, metavar="FILE", help=applied)
 
 
 def add_islands_arguments(parser: argparse.ArgumentParser) -> None:

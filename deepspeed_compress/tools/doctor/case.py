@@ -126,7 +126,7 @@ def _points(lines: Sequence[Line], key: str) -> Points:
     return tuple((step, math.nan if value is None else float(value)) for step, value in found)
 
 
-OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_sequence", "bytes_islands")
+_OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_experts", "bytes_sequence", "bytes_islands")
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class Case:
     @property
     def traffic(self) -> dict[str, float]:
         """Return the median bytes per step by kind of traffic. Kinds with a median of zero are left out."""
-        kinds = ("bytes_sent", "bytes_weights", *OTHER_KINDS)
+        kinds = ("bytes_sent", "bytes_weights", *_OTHER_KINDS)
         return {kind: size for kind in kinds if (size := self.median(kind))}
 
     @property
@@ -331,24 +331,6 @@ class Case:
         return 2 if any(isinstance(part, Mapping) and part.get("enabled") for part in parts) else 4
 
     @property
-    def sent_elements(self) -> float:
-        """Return the number of gradient elements that a rank sends per reduction.
-
-        Uncompressed, DeepSpeed sends each element twice, which this assumes. With ZeRO 3 and NCCL it sends each once,
-        so the result is half the number there.
-        """
-        reductions = self.accumulation if self.stage >= 2 else 1
-        return self.median("bytes_uncompressed") / (2 * self.element_bytes * reductions)
-
-    @property
-    def replicas(self) -> int | None:
-        """Return the number of data-parallel ranks, computed from the samples seen, or None if unknown."""
-        micro, last = (self.run.config or {}).get("train_micro_batch_size_per_gpu"), self.run.steps[-1]
-        if not isinstance(micro, int) or micro < 1 or not last["step"] or not last.get("samples"):
-            return None
-        return int(last["samples"]) // int(last["step"] * micro * self.accumulation)
-
-    @property
     def encoded_bytes(self) -> float:
         """Return a lower bound for the bytes of gradients, counted as fp32, that are encoded per step."""
         return 2 * self.median("bytes_uncompressed") / self.element_bytes
@@ -386,7 +368,6 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
         "islands_cosine",
         lambda case: case.alone or len(case.values("islands_cosine", case.run.steps)) >= SAMPLES,
     ),
-    "versions": ("rollout.jsonl", lambda case: not case.publishes or len(case.run.versions) >= case.limits.lines),
     "lag": (
         "rollout_lag (engine.rollout.report_lag)",
         lambda case: not case.publishes or len(case.values("rollout_lag", case.run.versions)) >= case.limits.lines,

@@ -5,30 +5,23 @@ A diagnosis has the findings, the rules that were checked, and those that lack d
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from deepspeed_compress.choice_names import TIMES
-from deepspeed_compress.config.loading import MASK
 from deepspeed_compress.config.numbers import rounded
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Severity
-from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.doctor.case import NEEDS, Case, read_baseline, read_run
 from deepspeed_compress.tools.doctor.patches import apply
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 from deepspeed_compress.tools.outputs.report import plural, printable
-from deepspeed_compress.tools.plan_job import read_setup
 
 
 @dataclass(frozen=True)
@@ -54,8 +47,7 @@ def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
     unchecked = tuple((rule, tuple(map(_described, needs))) for rule, needs in lacking if needs)
     found = [rule.attribute(one) for rule in checked for one in rule.check(case)]
     found.sort(key=lambda one: (SEVERITIES.index(one.severity), -one.weight))
-    found = [_with_prediction(case, _with_valid_patch(case, one)) for one in found]
-    return Diagnosis(case, tuple(found), checked, unchecked)
+    return Diagnosis(case, tuple(_with_valid_patch(case, one) for one in found), checked, unchecked)
 
 
 def _described(need: str) -> str:
@@ -71,92 +63,19 @@ def _with_valid_patch(case: Case, one: Diagnostic) -> Diagnostic:
     return replace(one, patch=None, remedy=f"{one.remedy} {reason}")
 
 
-_PREDICTED = frozenset(
-    {
-        "communication-bound",
-        "compression-does-not-pay",
-        "frozen-weights-gathered",
-        "no-ratio",
-        "weights-uncompressed",
-    }
-)
-"""Findings for which `plan cluster` predicts what each remedy gains."""
-
-
-def _with_prediction(case: Case, one: Diagnostic) -> Diagnostic:
-    """Return the finding with the command that predicts the gains of choices, if it takes the run's configuration."""
-    file = case.run.config_file
-    if one.name not in _PREDICTED or file is None:
-        return one
-    try:
-        read_setup(file, 1)
-    except ConfigError:
-        return one
-    command = shlex.join(["ds-compress", "plan", "cluster", "--model", "MODEL", "--config", str(file)])
-    return replace(one, remedy=f"{one.remedy} On the cluster, `{command}` predicts how many {TIMES} each choice is.")
-
-
-def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:
-    """Merge the patches of the findings into the configuration, most severe finding first.
-
-    A patch is left out if it would undo a change of an earlier one, or if the merged configuration would be invalid.
-
-    Returns:
-        The configuration, the findings whose patches it contains, and the findings whose patches were left out.
-    """
-    config: dict[str, Any] = dict(diagnosis.case.run.config or {})
-    taken: list[Diagnostic] = []
-    left: list[Diagnostic] = []
-    for diagnostic in diagnosis.diagnostics:
-        if diagnostic.patch is None:
-            continue
-        result = apply(config, diagnostic.patch)
-        if find_problems(result) or any(apply(result, earlier.patch) != result for earlier in taken):
-            left.append(diagnostic)
-        else:
-            config = result
-            taken.append(diagnostic)
-    return config, tuple(taken), tuple(left)
-
-
 _COLOURS: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 HEALTHY, FOUND = 0, 1
 
 
 def run(options: argparse.Namespace) -> int:
     """Diagnose a run and return the exit code: 0 if it is healthy, 1 with findings."""
-    if options.apply is not None and options.apply.exists():
-        raise ConfigError(f"--apply {options.apply}: exists already; write the name of a new file")
     baseline = read_baseline(options.baseline) if options.baseline is not None else None
     diagnosis = diagnose(Case(read_run(options.run_dir, options.config), baseline))
     if options.json:
         print(as_json(diagnosis), end="")
     else:
         print_text(diagnosis)
-    if options.apply is not None:
-        _apply(diagnosis, options.apply)
     return FOUND if diagnosis.diagnostics else HEALTHY
-
-
-def _apply(diagnosis: Diagnosis, file: Path) -> None:
-    """Write the patched configuration to `file` and report on stderr which findings it covers."""
-    if diagnosis.diagnostics and diagnosis.case.run.config is None:
-        raise ConfigError(f"--apply {file}: the run has no ds_config.json to change; pass it with --config FILE")
-    config, taken, left = patched(diagnosis)
-    if not taken:
-        print(f"{file}: not written, because no setting remedies these findings", file=sys.stderr)
-        return
-    with file.open("x", encoding="utf-8") as stream:
-        stream.write(json.dumps(config, indent=2) + "\n")
-    print(f"{file}: written with changes for {_names(taken)}", file=sys.stderr)
-    if MASK in json.dumps(config):
-        print(f'{file}: replace "{MASK}" by your secrets, or pass the file that has them as --config', file=sys.stderr)
-    if left:
-        print(f"left out, because they change the same settings: {_names(left)}", file=sys.stderr)
-
-
-def _names(found: tuple[Diagnostic, ...]) -> str:
-    return ", ".join(one.name for one in found)
 
 
 def as_json(diagnosis: Diagnosis) -> str:

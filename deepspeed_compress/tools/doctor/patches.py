@@ -103,24 +103,6 @@ def _restore_momentum(config: dict[str, Any]) -> None:
         params["momentum"] = 0.9
 
 
-def without_bits(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return `config` with uncompressed messages of the key `kind` of `activations`, or None if it has none.
-
-    Merged sums of tensor parallelism stay.
-    """
-    result = copy.deepcopy(dict(config))
-    activations = result.get(SECTION, {}).get("activations") or {}
-    if activations.get(kind) is None:
-        return None
-    for key in ("bits", "backward_bits"):
-        activations[kind].pop(key, None)
-    if kind != "tensor" or activations[kind].get("merge") is False:
-        del activations[kind]
-    if all(value is None for value in activations.values()):
-        del result[SECTION]["activations"]
-    return result
-
-
 def accumulated(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return `config` with twice as many micro-batches per step, or None if a key of the batch is not an integer.
 

@@ -73,10 +73,8 @@ class Thresholds:
 
     raw: float = 0.9
     """Uncompressed fraction of the gradient bytes sent. Stronger compression of the rest saves at most a tenth."""
-    no_ratio: float = 1.25
-    """Compression ratio relative to that of the ZeRO stage without compression. Below it, under a fifth is saved."""
     most: float = 0.75
-    """Fraction of all bytes that are not gradients. Halving the gradients then saves an eighth at most."""
+    """Fraction of all bytes that are gathered weights. Halving the gradients then saves an eighth at most."""
     weights: float = 0.5
     """Fraction of all bytes that are weights, so that weights outweigh everything else."""
     gathers: float = 8.0
@@ -107,9 +105,6 @@ class Thresholds:
     rise: float = 0.05
     """Smallest relative rise above the lowest loss that is considered at all."""
 
-    memory: float = 0.2
-    """Residuals as a fraction of peak memory. The next smaller dtype frees half of that, which is `own_gain`."""
-
     straggler: float = 0.1
     """Time by which the slowest rank is behind the median rank. All others wait for it, and no setting recovers it."""
     same_rank: float = 0.9
@@ -125,9 +120,6 @@ class Thresholds:
     """
     late: float = 0.5
     """Fraction of the exchanges that an island misses. If it misses most of them, most of its work is lost."""
-
-    full_copies: float = 0.5
-    """Fraction of the bytes of all versions that are full copies. Above it, the changes save less than half."""
 
     anomalies: int = 3
     """Minimum number of anomalies. Fewer may be due to bad data."""

@@ -1,4 +1,4 @@
-"""Exit codes, text and JSON of `ds-compress doctor`, and its --apply."""
+"""Exit codes, text and JSON of `ds-compress doctor`."""
 
 import json
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
 from tests.support.processes import run_python
@@ -58,36 +57,6 @@ def test_findings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {*document["checked"], *document["not_checked"]} == {rule.name for rule in RULES}
 
 
-def test_apply_writes_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If two findings change the same settings, the patch of the more severe one is written."""
-    file = tmp_path / "better.json"
-    assert main(["doctor", str(RUNS / "half-dense"), "--apply", str(file)]) == 1
-    written = json.loads(file.read_text())
-    assert written["deepspeed_compress"]["gradients"] == {"method": "blockwise", "bits": 8}
-    assert find_problems(written) == []
-    err = capsys.readouterr().err
-    assert f"{file}: written with changes for no-ratio" in err
-    assert "left out, because they change the same settings: compression-bound" in err
-
-
-def test_apply_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text("mine")
-    assert main(["doctor", str(RUNS / "excluded"), "--apply", str(file)]) == 2
-    assert "exists already; write the name of a new file" in capsys.readouterr().err
-    assert file.read_text() == "mine"
-
-
-def test_apply_needs_config_if_the_run_recorded_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    older = shutil.copytree(RUNS / "excluded", tmp_path / "older")
-    config = (older / "ds_config.json").rename(tmp_path / "config.json")
-    new = str(tmp_path / "new.json")
-    assert main(["doctor", str(older), "--apply", new]) == 2
-    assert "pass it with --config FILE" in capsys.readouterr().err
-    assert main(["doctor", str(older), "--config", str(config), "--apply", new]) == 1
-    assert "min_numel" not in Path(new).read_text()
-
-
 def test_unreadable_directories_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "holds no compression.jsonl with measured steps; set monitor.path" in capsys.readouterr().err
@@ -136,30 +105,3 @@ def test_the_report_is_printed_at_a_width_of_0(
     monkeypatch.setenv("COLUMNS", "0")
     assert main(["doctor", str(RUNS / "healthy-default")]) == 0
     assert "No problems found." in capsys.readouterr().out
-
-
-def test_apply_without_a_patch_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(RUNS / "sleeping-rank"), "--apply", str(tmp_path / "new.json")]) == 1
-    assert "not written, because no setting remedies these findings" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_apply_warns_of_missing_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = shutil.copytree(RUNS / "excluded", tmp_path / "run")
-    config = json.loads((run / "ds_config.json").read_text())
-    (run / "ds_config.json").write_text(json.dumps({**config, "comet": {"api_key": "***"}}))
-    assert main(["doctor", str(run), "--apply", str(tmp_path / "new.json")]) == 1
-    assert 'replace "***" by your secrets' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "is_predicted"), [("dense-weights", True), ("half-dense", False)])
-def test_remedies_name_the_command_that_predicts_them(
-    name: str, is_predicted: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the run's own configuration, unless it has settings that are not predicted, such as topk."""
-    assert main(["doctor", str(RUNS / name), "--json"]) == 1
-    remedy = json.loads(capsys.readouterr().out)["findings"][0]["remedy"]
-    command = f"ds-compress plan cluster --model MODEL --config {RUNS / name / 'ds_config.json'}"
-    assert (command in remedy) == is_predicted
-    given = ["--config", str(RUNS / name / "ds_config.json"), "--gpus", "16xA100", "--network", "10gbit"]
-    assert main(["plan", "cluster", "--model", "1B", *given]) == int(not is_predicted)

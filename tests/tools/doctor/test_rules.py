@@ -30,18 +30,10 @@ def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times th
     return tuple({"step": 3 + index * every, **one} for index in range(count))
 
 
-def crossover(kind: str) -> tuple[Any, ...]:
-    """Return the event of a process that has measured that compressed activations cost time."""
-    figures = {"compressed_ms": 9.0, "uncompressed_ms": 2.0, "pays_below_gbit_per_s": 1.5}
-    common = {"reason": "", "before": "", "after": "", "dry_run": False}
-    return ({"step": 0, "kind": f"crossover_{kind}", "evidence": figures, **common},)
-
-
 ELASTIC = {"rendezvous": "head:29400"}
 ISLANDS = {"sync_every": 4, "elastic": ELASTIC}
 MOMENTUM = {**ISLANDS, "outer": {"optimizer": "nesterov", "lr": 0.7}}
 OVERSHOOT = {**ISLANDS, "outer": {"lr": 2.0}}
-IN_FULL = {**ISLANDS, "exchange": {"method": "none"}}
 PUSHING = {"sync_every": 4, "elastic": {**ELASTIC, "parameter_server": {}}}
 
 
@@ -67,14 +59,14 @@ def late(count: int, kind: str = "islands_left_out") -> tuple[Any, ...]:
     return tuple({"step": 4 * index, **one} for index in range(1, count + 1))
 
 
-def versions(lag: float | None = None, full_every: int = 100, full: int = 20_000_000) -> tuple[Any, ...]:
-    """Return lines of 40 versions, of which every `full_every`-th has a full copy."""
+def versions(lag: float) -> tuple[Any, ...]:
+    """Return lines of 40 versions, of which the first has a full copy."""
     return tuple(
         {
             "step": step,
             "rollout_version": step + 1,
             "rollout_bytes": 1_000_000,
-            "rollout_full_bytes": 0 if step % full_every else full,
+            "rollout_full_bytes": 0 if step else 20_000_000,
             "rollout_age_ms": 500.0 if step else None,
             "rollout_lag": lag,
         }
@@ -111,28 +103,6 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         (run(events=events(7, 9, "grad_norm not finite"), steps=100), None),
         (run(lambda step: {"grad_norm": None if step > 20 and step % 10 == 0 else 1.0}, steps=100), None),
     ],
-    "nothing-compressed": [
-        (run({"bytes_raw": 2_430_000}, config({"bits": 4, "min_numel": 10**6})), {"min_numel": None}),
-        (
-            run({"bytes_raw": 2_700_000}, config({"overrides": [{"parameters": "w", "method": "none"}]})),
-            {"overrides": None},
-        ),
-    ],
-    "never-in-force": [
-        (run({"method": "none", "settings": "none"}, config(schedule={"warmup_steps": 40})), None),
-        (
-            run({"settings": "blockwise bits=8"}, config(schedule={"ramp": {"steps": 90, "stages": [{"bits": 8}]}})),
-            None,
-        ),
-    ],
-    "no-ratio": [(run({"ratio": 2.4}, config({"method": "bf16"})), {"method": "blockwise", "bits": 8})],
-    "large-residuals": [
-        (
-            run({"memory_bytes": 200_000_000}, config({"error_feedback": {"dtype": "fp32"}})),
-            {"error_feedback": {"dtype": "bf16"}},
-        ),
-        (run({"memory_bytes": 100_000_000}), {"error_feedback": {"dtype": "int8"}}),
-    ],
     "communication-bound": [
         (run({"communicate_ms": 63.0, "busy_ms": 187.0}, config({"bits": 8})), {"bits": 4}),
         (run({"communicate_ms": 63.0}, config({"method": "bf16"})), {"method": "blockwise"}),
@@ -151,19 +121,16 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
             {"bits": None, "method": "none"},
         )
     ],
-    "activations-do-not-pay": [
-        (run(events=crossover("tensor"), ds_config=config(activations={"tensor": {"bits": 8}})), None),
-        (run(events=crossover("sequence"), ds_config=config(activations={"sequence": {}})), None),
-        (run(events=crossover("experts"), ds_config=config(activations={"experts": {"combine": {"bits": 4}}})), None),
-    ],
     "straggler": [(run({"busy_ms_median": 200.0, "busy_ms_max": 226.0, "slowest_rank": 3}), None)],
+    "nothing-compressed": [
+        (run({"bytes_raw": 2_430_000}, config({"bits": 4, "min_numel": 10**6})), {"min_numel": None}),
+        (
+            run({"bytes_raw": 2_700_000}, config({"overrides": [{"parameters": "w", "method": "none"}]})),
+            {"overrides": None},
+        ),
+    ],
     "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
     "frozen-weights-gathered": [(run(GATHERING, config(extra=ZERO_3)), None)],
-    "other-traffic": [
-        (run({"bytes_tensor": 100_000_000}), None),
-        (run({"bytes_islands": 100_000_000}, config(islands=IN_FULL)), None),
-        (run({"bytes_islands": 100_000_000}, config(islands=ISLANDS)), None),
-    ],
     "islands-drift-apart": [(run(exchanging(0.04), config(islands=ISLANDS)), None)],
     "sync-every-too-long": [
         (run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))), None),
@@ -178,7 +145,6 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         (run(ds_config=publishing(), versions=versions(8.1)), None),
         (run(ds_config=publishing(max_lag=0), versions=versions(0.5)), None),
     ],
-    "frequent-full-copies": [(run(ds_config=publishing(full_every=20), versions=versions(0.0, 20, 39_000_000)), None)],
 }
 """By rule: runs that it must report, each with the gradient settings of its patch, or None."""
 
@@ -211,22 +177,6 @@ NEAR: dict[str, list[Run]] = {
         run(events=events(4, 4, "grad_norm not finite"), steps=100),
         run(events=events(2, 19, "grad_norm not finite")),
     ],
-    "nothing-compressed": [run({"bytes_raw": 2_400_000})],
-    "never-in-force": [
-        run(
-            lambda step: {"method": "none", "settings": "none"} if step < 24 else {},
-            config(schedule={"warmup_steps": 23}),
-        ),
-        run({"method": "none", "settings": "none"}, config(schedule={"warmup_steps": 1}), events=events(1, 1)),
-    ],
-    "no-ratio": [
-        run({"ratio": 2.6}),
-        run({"ratio": 1.3}, config(extra={"zero_optimization": {"stage": 3}}, weights=None)),
-    ],
-    "large-residuals": [
-        run({"memory_bytes": 110_000_000}),
-        run({"memory_bytes": 100_000_000}, config({"error_feedback": {"device": "cpu"}})),
-    ],
     "communication-bound": [run({"communicate_ms": 62.0})],
     "slow-kernels": [
         run({"compress_ms": 51.0}),
@@ -242,11 +192,11 @@ NEAR: dict[str, list[Run]] = {
         ),
         run({"communicate_ms": 5.0, "compress_ms": 12.0, "decompress_ms": 9.0}, config(extra=NO_OVERLAP, weights=None)),
     ],
-    "activations-do-not-pay": [run(ds_config=config(activations={"tensor": {"bits": 8}}))],
     "straggler": [
         run({"busy_ms_median": 200.0, "busy_ms_max": 224.0}),
         run(lambda step: {"busy_ms_median": 200.0, "busy_ms_max": 230.0, "slowest_rank": step % 2}),
     ],
+    "nothing-compressed": [run({"bytes_raw": 2_400_000})],
     "weights-uncompressed": [
         run({"bytes_weights": 5_000_000}, config(weights=None)),
         run({"bytes_weights": 21_000_000}),
@@ -257,7 +207,6 @@ NEAR: dict[str, list[Run]] = {
         run({"bytes_weights": 330_000_000}, config(extra=ZERO_3)),
         run(GATHERING, config(extra=ZERO_3, parallelism={"shard_within": "node"})),
     ],
-    "other-traffic": [run({"bytes_tensor": 10_000_000}), run({"bytes_tensor": 100_000_000, "communicate_ms": 10.5})],
     "islands-drift-apart": [
         run(exchanging(0.06), config(islands=ISLANDS)),
         # The rule uses only the later half of the run.
@@ -275,11 +224,6 @@ NEAR: dict[str, list[Run]] = {
     "old-rollouts": [
         run(ds_config=publishing(), versions=versions(8.0)),
         run(ds_config=publishing(max_lag=1), versions=versions(1.0)),
-    ],
-    "frequent-full-copies": [
-        run(ds_config=publishing(full_every=20), versions=versions(0.0, 20, 38_000_000)),
-        # The first version always has one.
-        run(ds_config=publishing(), versions=versions(0.0, 100, 10**10)),
     ],
 }
 """By rule: runs that stay just below its threshold."""
@@ -411,14 +355,6 @@ def test_the_rise_of_a_long_run_is_found_at_once() -> None:
     assert abs(found[2]["at step"] - 66_000) < 1_000
 
 
-def test_only_the_bits_of_a_merged_sum_are_removed() -> None:
-    activations = {"tensor": {"bits": 4, "backward_bits": 8}, "pipeline": {"bits": 4}}
-    removed = {"bits": None, "backward_bits": None}
-    for kind, patch in (("tensor", {"tensor": removed}), ("pipeline", {"pipeline": None})):
-        found = run(events=crossover(kind), ds_config=config(activations=activations))
-        assert (examine(found).diagnostics[0].patch or {}) == {"deepspeed_compress": {"activations": patch}}
-
-
 def test_straggler_is_no_slow_network_although_the_first_step_lacks_figures_of_other_ranks() -> None:
     late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
     assert names(run(late)) == ["straggler"]
@@ -431,39 +367,11 @@ def test_nonfinite_loss_is_the_first_finding_despite_islands() -> None:
     assert found[0] == "diverging"
 
 
-@pytest.mark.parametrize(
-    ("section", "islands"),
-    [(IN_FULL, {"exchange": {"method": "blockwise", "bits": 4}}), (ISLANDS, {"sync_every": 8})],
-)
-def test_patch_for_traffic_of_islands_changes_only_islands(section: Any, islands: Any) -> None:
-    [one] = examine(run({"bytes_islands": 100_000_000}, config(islands=section))).diagnostics
-    assert one.patch == {"deepspeed_compress": {"islands": islands}}
-
-
-def test_residuals_of_demo_cover_the_elements_of_all_ranks() -> None:
-    """The number of samples per step tells the number of ranks."""
-    demo = config({"method": "demo", "memory": {"dtype": "fp32"}}, {"optimizer": {"type": "SGD"}})
-    peak = {"memory_bytes": 300_000_000}
-    assert names(run(peak, demo)) == []
-    assert names(run(lambda step: {**peak, "samples": 8 * step}, demo)) == ["large-residuals"]
-
-
-def test_large_residuals_are_only_a_notice_with_the_default_dtype() -> None:
-    bf16, fp32 = (config({"error_feedback": {"dtype": dtype}}) for dtype in ("bf16", "fp32"))
-    found = [examine(run({"memory_bytes": 90_000_000}, one)).diagnostics[0].severity for one in (bf16, fp32)]
-    assert found == ["info", "warning"]
-
-
 def test_divergence_lists_the_events_near_its_start() -> None:
     [one] = examine(run(losses=losses(rising), events=events(1, 1))).diagnostics
     assert one.evidence["events nearby"] == ["step 3: anomaly, gradient norm 9 is 30 times the running median"]
     assert 22 <= one.evidence["first symptom at step"] <= 32
     assert one.patch == {"optimizer": {"params": {"lr": 0.0005}}}
-
-
-@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
-def test_a_batch_of_zero_is_read(key: str) -> None:
-    assert examine(run({"samples": 64}, config(extra={key: 0}))).checked
 
 
 def test_a_loss_of_zero_may_rise_at_exchanges() -> None:

@@ -16,7 +16,6 @@ from deepspeed_compress.tools.doctor.patches import (
     stronger,
     with_gradients,
     with_stage,
-    without_bits,
 )
 from deepspeed_compress.tools.doctor.rule import rule
 
@@ -179,40 +178,6 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
         },
         weight=min(1.0, lost),
     )
-
-
-@rule("warning", "whether compressed activations save more time than encoding takes", "events")
-def activations_do_not_pay(case: Case) -> Iterator[Diagnostic]:
-    """Report kinds of activations that were measured at the start of the last process, and cost time on its link."""
-    process = _started(case.run.steps[-1])
-    events = [event for event in case.run.events or () if _started(event) == process]
-    newest = {event["kind"]: event for event in events if str(event["kind"]).startswith(_CROSSOVER)}
-    for kind, event in sorted(newest.items()):
-        name = kind.removeprefix(_CROSSOVER)
-        figures = event["evidence"]
-        yield Diagnostic(
-            at_steps(*case.span),
-            f"Bits of activations.{name} cost time: on this link, a message of activations takes "
-            f"{figures['compressed_ms']:.3g} ms compressed, and {figures['uncompressed_ms']:.3g} ms as it is",
-            "Do not compress activations on this link.",
-            patch=case.patch(without_bits, name),
-            evidence={_FIGURES[figure]: value for figure, value in figures.items()},
-            weight=case.limits.cost,
-        )
-
-
-def _started(line: Mapping[str, Any]) -> Any:
-    """Return the start of the process that has written `line`, or None if its version did not write it."""
-    return line.get("run", {}).get("started")
-
-
-_CROSSOVER = "crossover_"
-"""Beginning of the kinds of events that the measurement at the start of a process records."""
-_FIGURES: Mapping[str, str] = {
-    "compressed_ms": "compressed message, ms",
-    "uncompressed_ms": "uncompressed message, ms",
-    "pays_below_gbit_per_s": "rate of a rank's link below which compression saves time, Gbit/s",
-}
 
 
 def _slower_than_baseline(case: Case) -> float:

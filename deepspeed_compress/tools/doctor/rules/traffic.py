@@ -1,13 +1,14 @@
-"""Rules on traffic other than gradients: weights, divided layers, islands, and weights for rollout workers."""
+"""Rules on traffic: excluded gradients, weights, islands, and weights for rollout workers."""
 
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_compress.choice_names import INSIDE_NODES, LOSS, in_bits
+from deepspeed_compress.config import SECTION, CompressedGradients
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
-from deepspeed_compress.tools.doctor.case import OTHER_KINDS, SAMPLES, Case
-from deepspeed_compress.tools.doctor.patches import with_section
+from deepspeed_compress.tools.doctor.case import SAMPLES, Case
+from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.rules.learning import after_exchanges, rise_at_exchanges, risen
 
@@ -24,10 +25,44 @@ _TITLES = {
 _MISSED = frozenset({"islands_left_out", "islands_renewed"})
 
 
+@rule("warning", "how much of the gradients is excluded from compression", "bytes_raw")
+def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
+    parts = [raw / sent for raw, sent in zip(case.values("bytes_raw"), case.values("bytes_sent"), strict=False) if sent]
+    share = sorted(parts)[len(parts) // 2] if parts else 0.0
+    if share < case.limits.raw:
+        return
+    remedy, patch = _include_more(case)
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Almost nothing is compressed: {share:.0%} of the gradient bytes sent belong to excluded parameters",
+        remedy,
+        patch=patch,
+        evidence={"bytes sent": case.median("bytes_sent"), "of these, uncompressed": case.median("bytes_raw")},
+        weight=share,
+    )
+
+
+def _include_more(case: Case) -> tuple[str, dict[str, Any] | None]:
+    """Return a remedy for parameters excluded from compression, and its patch, for the first cause that applies."""
+    section, config = case.run.section, case.run.config
+    if config is None or section is None:
+        return "Check gradients.min_numel and gradients.overrides.", None
+    gradients = section.gradients
+    if isinstance(gradients, CompressedGradients) and gradients.min_numel:
+        what = f"Remove gradients.min_numel: {gradients.min_numel} excludes every smaller parameter."
+        return what, case.patch(with_gradients, {"min_numel": None})
+    if isinstance(gradients, CompressedGradients) and any(one.method == "none" for one in gradients.overrides):
+        pairs = zip(config[SECTION]["gradients"]["overrides"], gradients.overrides, strict=True)
+        kept = [written for written, override in pairs if override.method != "none"]
+        what = "Remove the overrides with method none, or make their patterns narrower."
+        return what, case.patch(with_gradients, {"overrides": kept or None})
+    return "Stages or tensor-parallel ranks share these parameters, and no setting compresses them.", None
+
+
 @rule("warning", "whether uncompressed weights dominate the traffic", "times", "config")
 def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     """Report uncompressed weights that outweigh other traffic and take significant time at the gradients' rate."""
-    size, taken = case.traffic.get("bytes_weights", 0.0), _part_of_step(case, ("bytes_weights",))
+    size, taken = case.traffic.get("bytes_weights", 0.0), _time_for_weights(case)
     share = size / (sum(case.traffic.values()) or 1.0)
     if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain or case.mostly_frozen:
         return
@@ -62,43 +97,8 @@ def frozen_weights_gathered(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-@rule("info", "whether other traffic than gradients and weights dominates", "times")
-def other_traffic(case: Case) -> Iterator[Diagnostic]:
-    share = sum(case.traffic.get(kind, 0.0) for kind in OTHER_KINDS) / (sum(case.traffic.values()) or 1.0)
-    taken = _part_of_step(case, OTHER_KINDS)
-    if share >= case.limits.most and taken >= case.limits.wait:
-        remedy, patch = _less_of_it(case)
-        yield Diagnostic(
-            at_steps(*case.span),
-            f"{share:.0%} of the bytes that a rank sends are neither gradients nor weights, so compressing these more "
-            "does not help",
-            remedy,
-            patch=patch,
-            evidence={**_sizes(case), "time for these at the rate of the gradients, part of a step": taken},
-            weight=taken,
-        )
-
-
-def _less_of_it(case: Case) -> tuple[str, dict[str, Any] | None]:
-    """Return a remedy for the largest of the other kinds of traffic, and its patch."""
-    islands = case.run.section.islands if case.run.section is not None else None
-    sizes = {kind: case.traffic.get(kind, 0.0) for kind in OTHER_KINDS}
-    if islands is None or max(sizes, key=sizes.__getitem__) != "bytes_islands":
-        return (
-            "Put ranks that share layers on one node, compress what they send (activations.tensor, "
-            "activations.pipeline and activations.experts), or split the model between fewer ranks: lower "
-            "parallelism.tensor and parallelism.pipeline, and use ZeRO instead.",
-            None,
-        )
-    if islands.exchange.method == "none":
-        what = "Let islands exchange 4 bits per element, which has no measurable cost in accuracy, or exchange rarely."
-        return what, case.patch(with_section, {"islands": {"exchange": {"method": "blockwise", "bits": 4}}})
-    rarely = None if islands.sync_steps is None else {"islands": {"sync_every": 2 * islands.sync_steps}}
-    return "Exchange between islands half as often.", None if rarely is None else case.patch(with_section, rarely)
-
-
-def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
-    """Return the fraction of a step, at most 1, that the bytes of `kinds` take at the rate of the gradients.
+def _time_for_weights(case: Case) -> float:
+    """Return the fraction of a step, at most 1, that uncompressed weights take at the rate of the gradients.
 
     Part of the waiting time may be another rank's encoding, so that much is not counted as network time. Returns 0 if
     the gradients are too small to estimate the rate.
@@ -106,7 +106,7 @@ def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
     times = case.times
     if times is None or times.wait <= times.cost or case.waited_bytes < case.limits.small_message:
         return 0.0
-    size = sum(case.traffic.get(kind, 0.0) for kind in kinds)
+    size = case.traffic.get("bytes_weights", 0.0)
     return min(1.0, size / case.waited_bytes * (times.wait - times.cost) / times.step)
 
 
@@ -221,31 +221,6 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
             "versions behind, mean": statistics.fmean(lags),
             "versions behind, at most": max(lags),
             "age of a version when it is replaced, ms": _median(case, "rollout_age_ms"),
-        },
-    )
-
-
-@rule("warning", "whether full copies of weights for rollout workers outweigh the changes", "config", "versions")
-def frequent_full_copies(case: Case) -> Iterator[Diagnostic]:
-    """Report full copies with most of the bytes. The first version of a run needs one, and is left out."""
-    settings = case.section.rollout
-    later = case.run.versions[1:]
-    full, changes = (sum(case.values(key, later)) for key in ("rollout_full_bytes", "rollout_bytes"))
-    if settings is None or not full or full < case.limits.full_copies * (full + changes):
-        return
-    copies = sum(1 for line in later if line.get("rollout_full_bytes"))
-    longer = 4 * settings.full_every
-    yield Diagnostic(
-        at_steps(*_span(case)),
-        f"Full copies are {full / (full + changes):.0%} of the bytes that are published for rollout workers",
-        f"Publish a full copy every {longer} versions. If there are more of them than full_every says, look for "
-        "versions that could not be written, and for restarts from a checkpoint that is older than the newest version.",
-        patch=case.patch(with_section, {"rollout": {"full_every": longer}}),
-        evidence={
-            "versions": len(later),
-            "full copies": copies,
-            "bytes of full copies": full,
-            "bytes of changes": changes,
         },
     )
 
