@@ -59,7 +59,6 @@ def run(options: argparse.Namespace) -> int:
         options.ranks_per_node,
         options.framework,
         None if options.model is None else read_config(options.model),
-        options.bandwidth,
     )
     found = sources(options.files, options.exclude, options.force_exclude)
     linted = [_lint(source, context, selection, options) for source in found]

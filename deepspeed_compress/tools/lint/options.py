@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from deepspeed_compress import __version__
 from deepspeed_compress.diagnostics import SEVERITIES
-from deepspeed_compress.tools.arguments import positive_integer, positive_number
+from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.outputs.machine import FORMATS
 
 Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
@@ -51,7 +51,6 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
 def _add_context(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--world-size", type=positive_integer, metavar="N", help="total number of ranks")
     group.add_argument("--ranks-per-node", type=positive_integer, metavar="N", help="number of ranks on each node")
-    group.add_argument("--bandwidth", type=positive_number, metavar="GBIT", help="bandwidth between nodes, in Gbit/s")
     what = f"program that reads the configuration; {', '.join(FINE_TUNING)} are hf"
     group.add_argument("--framework", type=_framework, choices=FRAMEWORKS, help=what)
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model: its directory or config.json")

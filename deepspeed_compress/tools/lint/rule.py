@@ -97,8 +97,6 @@ class Context:
     framework: Framework | None = None
     model: Mapping[str, Any] | None = None
     """Content of the config.json of a Hugging Face model."""
-    bandwidth: float | None = None
-    """Bandwidth between nodes in Gbit/s."""
 
 
 Findings = Iterator[Diagnostic]

@@ -14,7 +14,6 @@ SECTION = "deepspeed_config"
 """Section of Accelerate's configuration with settings of DeepSpeed, or the name of DeepSpeed's configuration."""
 NAME = "deepspeed_config_file"
 _TYPE = "distributed_type"
-_PRECISION = "mixed_precision"
 _NVME_PATHS = frozenset({"offload_optimizer_nvme_path", "offload_param_nvme_path"})
 _SETTINGS = _NVME_PATHS | {
     "gradient_accumulation_steps",
@@ -34,7 +33,7 @@ _LAUNCHED = frozenset(
         "deepspeed_inclusion_filter",
         "deepspeed_moe_layer_cls_names",
         "deepspeed_multinode_launcher",
-        _PRECISION,
+        "mixed_precision",
         "num_processes",
         "num_machines",
         "machine_rank",
@@ -67,30 +66,6 @@ def find_file(document: Document, name: str) -> str | None:
     return next((path for path in (name, beside, *above) if os.path.isfile(path)), None)
 
 
-@rule("DSC730", "error")
-def accelerate_settings_beside_file(document: Document, context: Context) -> Findings:
-    """Accelerate's configuration names a DeepSpeed file, and has settings that belong in that file.
-
-    With deepspeed_config_file, Accelerate refuses settings of ZeRO, clipping, accumulation, offloading and
-    mixed_precision in its own configuration (accelerate/utils/dataclasses.py).
-
-    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
-        "deepspeed_config": {"deepspeed_config_file": "configs/zero0_int4.json", "zero_stage": 3}}
-    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1,
-        "deepspeed_config": {"zero_stage": 3, "zero3_save_16bit_model": true}}
-    Context: {"framework": "accelerate"}
-    Proof: raises will be ignored
-    """
-    # Report all such settings in one finding, because they are a single mistake.
-    name = file_name(document)
-    beside = [(SECTION, key) for key in document.section(SECTION) if key in _SETTINGS]
-    paths = beside if document.get(_PRECISION) is None else [*beside, (_PRECISION,)]
-    if name is not None and paths:
-        keys = ", ".join(path[-1] for path in paths)
-        what = f"{keys} together with {NAME}, which Accelerate refuses (allowed: in that file only)"
-        yield key_finding(paths[0], what, f"them into {show(name)}, and remove them here")
-
-
 @rule("DSC731", "warning")
 def accelerate_key_dropped(document: Document, context: Context) -> Findings:
     """deepspeed_config has a key that Accelerate does not pass on.
@@ -121,25 +96,6 @@ def _is_dropped(key: str, value: object, file: str | None) -> bool:
     if key == "gradient_clipping":
         return 0 in (number(value), text_number(value))
     return key not in _SETTINGS | _LAUNCHED
-
-
-@rule("DSC732", "warning")
-def accelerate_file_missing(document: Document, context: Context) -> Findings:
-    """Accelerate's configuration names a file that does not exist.
-
-    Accelerate opens the file from the directory in which it is started (accelerate/utils/deepspeed.py). There is no
-    such file in this directory, next to the configuration, or in a directory above it.
-
-    Wrong: {"distributed_type": "DEEPSPEED", "num_processes": 1,
-        "deepspeed_config": {"deepspeed_config_file": "no/such/ds_config.json"}}
-    Right: {"distributed_type": "DEEPSPEED", "num_processes": 1, "deepspeed_config": {"zero_stage": 2}}
-    Context: {"framework": "accelerate"}
-    Proof: raises Expected a string path to an existing deepspeed config
-    """
-    name = file_name(document)
-    if name is not None and find_file(document, name) is None:
-        what = f"{show(name)} was not found here, next to this file, or in a directory above it"
-        yield finding((SECTION, NAME), what, "the path of a configuration")
 
 
 @rule("DSC733", "warning")

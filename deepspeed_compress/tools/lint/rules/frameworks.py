@@ -12,7 +12,6 @@ from deepspeed_compress.tools.lint.rule import (
     ZERO,
     Context,
     Findings,
-    corrected,
     finding,
     hugging_face,
     key_finding,
@@ -20,7 +19,6 @@ from deepspeed_compress.tools.lint.rule import (
 )
 from deepspeed_compress.tools.lint.values import AUTO, leaves, name, show, truth
 
-_HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
 _CALCULATED: Mapping[Path, str] = {
     ("train_batch_size",): "per_device_train_batch_size x gradient_accumulation_steps x ranks",
     ("scheduler", "params", "total_num_steps"): "the number of steps of the run",
@@ -97,25 +95,6 @@ def hf_fixed_value(document: Document, context: Context) -> Findings:
             yield finding(path, what, '"auto", which takes it from there', correction)
 
 
-@rule("DSC713", "info")
-def accelerate_needs_dummy(document: Document, context: Context) -> Findings:
-    """Accelerate needs placeholders for an optimizer or scheduler in the file.
-
-    Accelerator.prepare refuses an optimizer or scheduler that is both in the file and in the program
-    (accelerate/accelerator.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 0}, "gradient_clipping": "auto"}
-    Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0}}
-    Context: {"framework": "accelerate"}
-    Proof: unproved it depends on the program, not on the file
-    """
-    for part, dummy in (("optimizer", "DummyOptim"), ("scheduler", "DummyScheduler")):
-        if context.framework == "accelerate" and document.has(part):
-            what = f"with {part} in the file, the program must pass accelerate.utils.{dummy} in its place"
-            yield key_finding((part,), what, f"the {part} in one of the two places only")
-
-
 @rule("DSC714", "warning")
 def hf_stage_3_saves_partitions(document: Document, context: Context) -> Findings:
     """With stage 3, the Trainer does not save a whole model.
@@ -133,27 +112,6 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Finding
     if hugging_face(context) and document.stage == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
         yield key_finding((ZERO,), what, f'"{_GATHER}": true as well, or run zero_to_fp32.py afterwards')
-
-
-@rule("DSC715", "error")
-def hf_text_for_a_boolean(document: Document, context: Context) -> Findings:
-    """fp16 or bf16 is enabled or disabled by text.
-
-    DeepSpeed would convert it. The Trainer compares it with its own fp16 and bf16, which are booleans, and stops
-    (transformers/integrations/deepspeed.py).
-
-    Wrong: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
-        "bf16": {"enabled": "false"}}
-    Right: {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 0},
-        "bf16": {"enabled": false}}
-    Context: {"framework": "hf"}
-    Proof: raises mismatch TrainingArguments
-    """
-    for path in _HALVES if context.framework == "hf" else ():
-        meant = document.truth(*path)
-        if isinstance(document.get(*path), str) and meant is not None:
-            what = f"{show(document.get(*path))} is text, which differs from the Trainer's {path[0]}, and it stops"
-            yield corrected(document, path, what, meant, "Write a boolean")
 
 
 @rule("DSC716", "warning")
@@ -257,33 +215,11 @@ def hf_momentum_twice(document: Document, context: Context) -> Findings:
         yield finding(path, what, "--adam_beta1 0 on the command line (TrainingArguments(adam_beta1=0.0))")
 
 
-_ACCUMULATION = "gradient_accumulation_steps"
-_UNTESTED = "zero_allow_untested_optimizer"
 _SHOWN = 8
 
 
 def _reads(context: Context) -> bool:
     return context.framework == "lightning"
-
-
-@rule("DSC740", "error")
-def lightning_batch_sizes(document: Document, context: Context) -> Findings:
-    """A file for Lightning sets gradient_accumulation_steps or train_batch_size.
-
-    The strategy refuses the first key, because it sets it from the Trainer's accumulate_grad_batches. It adds the batch
-    size of the data loader, and DeepSpeed asserts that train_batch_size is the product with the number of ranks
-    (pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config).
-
-    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
-    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
-    Context: {"framework": "lightning"}
-    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
-    """
-    for key in (_ACCUMULATION, "train_batch_size") if _reads(context) else ():
-        if document.get(key) not in (None, AUTO):
-            what = f"{show(document.get(key))} comes from the program, and another value stops the run"
-            correction = fix("Remove it", remove(document, (key,)), safe=False)
-            yield key_finding((key,), what, "nothing: set the sizes of the data loader and the Trainer", correction)
 
 
 @rule("DSC741", "error")
@@ -326,24 +262,6 @@ def lightning_precision_off(document: Document, context: Context) -> Findings:
             what = f'{half} stays off, also with Trainer(precision="{precision}")'
             correction = fix("Remove the section", remove(document, (half,)), safe=False)
             yield key_finding((half,), what, "nothing: the Trainer's precision then takes effect", correction)
-
-
-@rule("DSC744", "warning")
-def lightning_untested_optimizer_key(document: Document, context: Context) -> Findings:
-    """A file for Lightning has stage 3 but not zero_allow_untested_optimizer.
-
-    With stage 3, Trainer.validate, test and predict read the key without checking that it exists
-    (pytorch/strategies/deepspeed.py, _initialize_deepspeed_inference).
-
-    Wrong: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
-    Right: {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": true}
-    Context: {"framework": "lightning"}
-    Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
-    """
-    if _reads(context) and document.stage == 3 and document.has(ZERO) and not document.has(_UNTESTED):
-        what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
-        yield finding((_UNTESTED,), what, f'"{_UNTESTED}": true as well')
 
 
 @rule("DSC743", "info")

@@ -331,23 +331,3 @@ def steps_per_print_zero(document: Document, context: Context) -> Findings:
     if document.integer("steps_per_print") == 0:
         what = "0 causes a division by zero at the first step (allowed: 1 or more)"
         yield finding(("steps_per_print",), what, "null for no prints")
-
-
-@rule("DSC818", "warning")
-def contiguous_checkpointing(document: Document, context: Context) -> Findings:
-    """contiguous_memory_optimization is true without partition_activations.
-
-    deepspeed.checkpointing.configure asserts this (runtime/activation_checkpointing/checkpointing.py). If the program
-    does not call it, the section has no effect. The number of checkpoints, which is needed too, usually comes from the
-    program.
-
-    Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true}}
-    Right: {"train_batch_size": 8,
-        "activation_checkpointing": {"contiguous_memory_optimization": true, "partition_activations": true}}
-    Proof: accepts deepspeed.checkpointing.configure fails later
-    """
-    settings = document.section("activation_checkpointing")
-    alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
-    if alone and not hugging_face(context):
-        path = ("activation_checkpointing", "contiguous_memory_optimization")
-        yield finding(path, "true needs partition_activations", '"partition_activations": true as well, or false')

@@ -1,7 +1,6 @@
 """Rules on the optimizer: its type, its parameters, and values that DeepSpeed calculates with without a check."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document, Node
@@ -22,8 +21,6 @@ from deepspeed_compress.tools.lint.values import means_auto, number, show, text_
 
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
-_FELT = 0.05
-"""Weight decay from which its kind makes a difference. Examples have 3e-7 to 0.01."""
 
 
 def known_optimizer(document: Document) -> str | None:
@@ -190,25 +187,6 @@ def large_learning_rate(document: Document, context: Context) -> Findings:
         yield finding((*_PARAMS, "lr"), what, "a smaller number")
 
 
-@rule("DSC509", "info")
-def adam_is_adamw(document: Document, context: Context) -> Findings:
-    """Adam with weight decay is AdamW.
-
-    adam_w_mode is true by default (runtime/config.py), unlike in torch.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.0001, "weight_decay": 0.1}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "weight_decay": 0.1}}}
-    Proof: accepts the same settings regularize differently in torch
-    """
-    decay = document.number(*_PARAMS, "weight_decay")
-    given = document.has(*_PARAMS, "adam_w_mode")
-    # The Trainer's own optimizer is AdamW, and it writes its weight decay here.
-    meant = given or context.framework == "hf"
-    if document.optimizer == "adam" and decay is not None and decay >= _FELT and not meant:
-        what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
-        yield finding(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
-
-
 @rule("DSC516", "error")
 def legacy_fusion_fails(document: Document, context: Context) -> Findings:
     """legacy_fusion is true with Adam in 16 bits, without ZeRO.
@@ -275,63 +253,6 @@ def negative_optimizer_parameter(document: Document, context: Context) -> Findin
         accepted = key == "alpha" and document.get("optimizer", "type") == "ASGD"  # an exponent
         if value is not None and value < 0 and not accepted:
             yield finding((*_PARAMS, key), f"{show(value)} is negative (allowed: 0 or more)", show(-value))
-
-
-def _lacks_momentum(params: Mapping[str, Any]) -> bool:
-    return number(params.get("momentum", 0)) == 0 or number(params.get("dampening", 0)) not in (None, 0)
-
-
-_ADAM = frozenset({"adam", "adamw", "adam+offload", "adamw+offload"})
-_METHODS = ("gram", "standard")
-
-
-@rule("DSC514", "error")
-def refused_optimizer_parameter(document: Document, context: Context) -> Findings:
-    """The optimizer refuses the value of a parameter.
-
-    DeepSpeed's Adam has no AMSGrad (ops/adam/fused_adam.py, ops/adam/cpu_adam.py), Nesterov's momentum needs a
-    momentum, and Muon knows two methods (runtime/zero/muon/original_muon.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "amsgrad": true}}}
-    Right: {"train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001, "amsgrad": true, "torch_adam": true}}}
-    Proof: raises does not support the AMSGrad variant
-    """
-    name, params = known_optimizer(document), document.params("optimizer")
-    # The value, what refuses it, and what to write instead.
-    refused = {
-        "amsgrad": (name in _ADAM and params.get("amsgrad"), "has no AMSGrad", 'false, or "torch_adam": true as well'),
-        "nesterov": (
-            name == "SGD" and params.get("nesterov") and _lacks_momentum(params),
-            "needs momentum above 0 and no dampening",
-            '"momentum": 0.9 as well, or false',
-        ),
-        "ns_method": (
-            name == "muon" and params.get("ns_method", "gram") not in _METHODS,
-            "knows only gram and standard",
-            '"gram" or "standard"',
-        ),
-    }
-    for key, (applies, why, instead) in refused.items():
-        if applies and not means_auto(params[key]):
-            what = f"{show(params[key])} is refused: {show(document.get(*_TYPE))} {why}"
-            yield finding((*_PARAMS, key), what, instead)
-
-
-@rule("DSC515", "error")
-def optimizer_with_closure(document: Document, context: Context) -> Findings:
-    """LBFGS needs a closure, which DeepSpeed does not pass.
-
-    LBFGS evaluates the model several times per step. The engine calls the optimizer without a closure
-    (runtime/engine.py), and the first step fails.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}
-    Proof: accepts the first step ends with TypeError
-    """
-    if known_optimizer(document) == "LBFGS":
-        what = '"LBFGS" needs a closure, and the first step fails without one (allowed: AdamW, for instance)'
-        yield finding(("optimizer", "type"), what, '"AdamW", for instance')
 
 
 _NUMBERS = frozenset(

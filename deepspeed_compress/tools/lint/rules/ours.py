@@ -11,7 +11,7 @@ from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, hugging_face, key_finding, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, finding, hugging_face, key_finding, rule
 from deepspeed_compress.tools.lint.values import show
 
 if TYPE_CHECKING:
@@ -272,29 +272,6 @@ def compress_warmup_exceeds_total(document: Document, context: Context) -> Findi
         yield finding(path, f"{warmup} steps are uncompressed, and training has {total}", f"less than {total}")
 
 
-@rule("DSC915", "warning")
-def compress_activations_inside_node(document: Document, context: Context) -> Findings:
-    """activations.tensor.bits is given, but tensor-parallel ranks share a node.
-
-    Links inside a node send sums faster than they can be encoded. `ds-compress bench comm --kind tensor` measures it.
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2},
-        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {"bits": 8}}}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2},
-        "deepspeed_compress": {"gradients": {"method": "none"}, "activations": {"tensor": {}}}}
-    Context: {"world_size": 2, "ranks_per_node": 2,
-        "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
-    Proof: accepts steps become longer
-    """
-    path = (OUR_SECTION, "activations", "tensor", "bits")
-    bits, tensor, node = document.integer(*path), document.tensor_size, context.ranks_per_node
-    if bits is not None and node is not None and tensor > 1 and node % tensor == 0:
-        what = f"the {tensor} ranks that share layers are on one node, whose links are faster than encoding"
-        yield finding(path, what, "null, unless ds-compress bench comm --kind tensor shows a gain")
-
-
 @rule("DSC911", "info")
 def compress_needs_install(document: Document, context: Context) -> Findings:
     """Hugging Face uses the section only on request.
@@ -336,36 +313,3 @@ def compress_ends_between_exchanges(document: Document, context: Context) -> Fin
     if rest and total - islands.delay > max(every, islands.warmup_steps):
         what = f"the last exchange is over {rest} steps before the end of {total} (islands.sync_every is {every})"
         yield finding(path, what, str(total - rest))
-
-
-_SLOW = 100
-"""Bandwidth in Gbit/s below which gathers of ZeRO 3 between nodes take longer than the computation of most steps."""
-
-
-@rule("DSC918", "info")
-def gathers_between_nodes(document: Document, context: Context) -> Findings:
-    """Stage 3 gathers all weights over a slow network in every pass.
-
-    Forward and backward of each micro-batch gather every weight, frozen ones too. If the GPUs of a node hold the model,
-    sharding inside nodes leaves only gradients for the network: with LoRA, those of the adapters.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "deepspeed_compress": {"parallelism": {"shard_within": 4}}}
-    Context: {"world_size": 8, "ranks_per_node": 4, "bandwidth": 10.0}
-    Proof: accepts the weights cross the network
-    """
-    ranks, within, rate = context.world_size, context.ranks_per_node, context.bandwidth
-    if ranks is None or within is None or ranks <= within or document.stage != 3:
-        return
-    if rate is None or rate >= _SLOW:
-        return
-    parallelism = document.section(OUR_SECTION, "parallelism")
-    if parallelism.get("shard_within") is None and not document.has(OUR_SECTION, "islands"):
-        what = (
-            f"3 gathers all weights over the network in each forward and backward pass: at {rate:g} Gbit/s, those of "
-            f"7 billion parameters in bf16 take {7e9 * 2 * 8 / rate / 1e9:.0f} s each time"
-        )
-        instead = '"shard_within": "node" in the section\'s parallelism, if the GPUs of a node hold the model'
-        yield finding((ZERO, "stage"), what, instead)

@@ -23,7 +23,7 @@ from deepspeed_compress.tools.lint.rule import (
     unknown_parameter,
     unknown_word,
 )
-from deepspeed_compress.tools.lint.values import AUTO, integer, listed, name, number, show, truth
+from deepspeed_compress.tools.lint.values import integer, listed, name, number, show, truth
 
 
 @rule("DSC600", "error")
@@ -235,45 +235,6 @@ def tensor_divides_heads(document: Document, context: Context) -> Findings:
         yield finding(_size_path(document), what, f"a divisor of {min(uneven)}")
 
 
-@rule("DSC626", "error")
-def tensor_dtype_in_file(document: Document, context: Context) -> Findings:
-    """tensor_parallel.dtype cannot be given in a file.
-
-    The field must be a torch.dtype (runtime/tensor_parallel/config.py), so text is refused.
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2, "dtype": "bf16"}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": true}}
-    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
-    Proof: raises is_instance_of
-    """
-    path = ("tensor_parallel", "dtype")
-    value = document.get(*path)
-    if document.has(*path) and value != AUTO:
-        what = f"{show(value)} is refused: the key takes a torch.dtype, which a file cannot hold"
-        yield finding(path, what, "nothing: remove the key; bf16 and fp16 choose the format")
-
-
-@rule("DSC627", "error")
-def liger_without_parallel_head(document: Document, context: Context) -> Findings:
-    """The Liger cross-entropy is used without a vocabulary-parallel head.
-
-    Checked by the engine (runtime/engine.py).
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2, "vocab_parallel_ce_backend": "liger", "vocab_parallel_lm_head": false}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": false}}
-    Context: {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
-    Proof: raises requires a no-gather vocabulary-parallel LM head
-    """
-    path = ("tensor_parallel", "vocab_parallel_ce_backend")
-    head = document.get("tensor_parallel", "vocab_parallel_lm_head")
-    if document.get(*path) == "liger" and head is False:
-        yield finding(path, '"liger" without a vocabulary-parallel head', '"torch", or "vocab_parallel_lm_head": true')
-
-
 _PARTITION = ("tensor_parallel", "partition_config")
 _PARTITION_KEYS = frozenset(
     {"tp_size", "layer_specs", "embedding_partition_dim", "lm_head_patterns", "use_default_specs", "strict_mode"}
@@ -338,88 +299,3 @@ def tensor_partition_key_ignored(document: Document, context: Context) -> Findin
             if key not in names:
                 what = f'"{key}" is not a key of {name(holder)}, and has no effect'
                 yield unknown_parameter(document, (*holder, key), names, what)
-
-
-@rule("DSC640", "error")
-def experts_divide_world(document: Document, context: Context) -> Findings:
-    """expert_parallel.autoep_size does not divide the number of ranks.
-
-    Checked by the engine (module_inject/auto_ep_config.py).
-
-    Wrong: {"train_batch_size": 3, "expert_parallel": {"enabled": true, "autoep_size": 2}}
-    Right: {"train_batch_size": 3, "expert_parallel": {"enabled": false, "autoep_size": 2}}
-    Context: {"world_size": 3}
-    Proof: raises must divide the stage size
-    """
-    experts, world = document.section("expert_parallel"), context.world_size
-    size = integer(experts.get("autoep_size", 1))
-    width = integer(experts.get("expert_tensor_parallel_size", 1))
-    if experts.get("enabled") is not True or size is None or width is None or world is None:
-        return
-    if size < 1 or width < 1 or world % (size * width):
-        product = f"{size} x expert_tensor_parallel_size {width}" if width != 1 else str(size)
-        what = f"{product} does not divide {world} ranks"
-        yield finding(("expert_parallel", "autoep_size"), what, f"a divisor of {world}")
-
-
-@rule("DSC641", "error")
-def expert_load_balance(document: Document, context: Context) -> Findings:
-    """expert_parallel.load_balance_coeff is not null.
-
-    DeepSpeed refuses it even if expert parallelism is disabled (module_inject/auto_ep_config.py).
-
-    Wrong: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "load_balance_coeff": 0.01}}
-    Right: {"train_batch_size": 8, "expert_parallel": {"enabled": false, "load_balance_coeff": null}}
-    Proof: raises load_balance_coeff=0.01 is not supported
-    """
-    path = ("expert_parallel", "load_balance_coeff")
-    value = document.get(*path)
-    if value is not None:
-        what = f"{show(value)} is not supported (allowed: null)"
-        yield corrected(document, path, what, None, "Write null", safe=False)
-
-
-@rule("DSC605", "info")
-def few_micro_batches(document: Document, context: Context) -> Findings:
-    """There are fewer micro-batches than pipeline stages.
-
-    A step has gradient_accumulation_steps micro-batches (runtime/pipe/engine.py). While the pipeline fills and drains,
-    ranks are idle.
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 8,
-        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
-    Context: {"world_size": 2}
-    Proof: accepts ranks are idle most of the time
-    """
-    count, steps = document.stages, document.integer("gradient_accumulation_steps", default=1)
-    given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
-    if is_pipelined(document, context) and steps is not None and 0 < steps < count and given:
-        idle = round(100 * (count - 1) / (steps + count - 1))
-        what = f"{steps} micro-batches in {count} stages leave each rank idle for {idle} % of the time"
-        yield finding(("gradient_accumulation_steps",), what, f"{4 * count} or more")
-
-
-@rule("DSC607", "warning")
-def more_stages_than_layers(document: Document, context: Context) -> Findings:
-    """The pipeline has more stages than the model has layers.
-
-    Some stages get no layer (runtime/pipe/module.py), and their ranks only pass on activations.
-
-    Wrong: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 16,
-        "deepspeed_compress": {"parallelism": {"pipeline": 4}, "gradients": {"method": "none"}}}
-    Right: {"optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}, "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 16,
-        "deepspeed_compress": {"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}}}
-    Context: {"world_size": 4, "model": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4}}
-    Proof: accepts ranks without layers do nothing useful
-    """
-    layers, count = integer((context.model or {}).get("num_hidden_layers")), document.stages
-    if is_pipelined(document, context) and layers is not None and count > layers + 2:
-        where = ("pipeline", "stages") if document.has("pipeline", "stages") else ("deepspeed_compress", "parallelism")
-        what = f"{count} stages are more than the {layers} layers, embedding and head of the model"
-        yield finding(where, what, f"{layers + 2} or fewer")

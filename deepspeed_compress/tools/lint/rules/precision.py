@@ -1,4 +1,4 @@
-"""Rules on precision: dtypes of parameters, gradients and master weights, the loss scale of fp16, and autocast."""
+"""Rules on precision: dtypes of parameters, gradients and master weights, and the loss scale of fp16."""
 
 from collections.abc import Iterator
 
@@ -106,25 +106,6 @@ def _dtypes_read(document: Document) -> Iterator[Path]:
     for key in ("grad_accum_dtype", "param_dtype", *(["buffer_dtype"] if document.fp16 or document.bf16 else [])):
         if document.get("data_types", key) is not None:
             yield ("data_types", key)
-
-
-@rule("DSC305", "error")
-def keep_in_fp32_not_a_list(document: Document, context: Context) -> Findings:
-    """data_types.keep_in_fp32_modules is neither a list nor auto.
-
-    DeepSpeed refuses a single name (runtime/config.py).
-
-    Wrong: {"train_batch_size": 8, "data_types": {"keep_in_fp32_modules": "norm"}}
-    Right: {"train_batch_size": 8, "data_types": {"keep_in_fp32_modules": ["norm"]}}
-    Proof: raises must be "auto" or a list of name patterns
-    """
-    value = document.get("data_types", "keep_in_fp32_modules")
-    fine = value in (None, AUTO) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-    # A missing key is accepted here, but an explicit null is not.
-    if document.has("data_types", "keep_in_fp32_modules") and (not fine or value is None):
-        what = f'{show(value)} is refused (allowed: "auto", or a list of name patterns)'
-        instead = f"[{show(value)}]" if isinstance(value, str) else '"auto"'
-        yield finding(("data_types", "keep_in_fp32_modules"), what, instead)
 
 
 @rule("DSC306", "error")
@@ -236,23 +217,6 @@ def fixed_loss_scale(document: Document, context: Context) -> Findings:
         yield finding(("fp16", "loss_scale"), what, "0 for a dynamic scale, or leave the others out")
 
 
-@rule("DSC313", "error")
-def autocast_with_quantized_weights(document: Document, context: Context) -> Findings:
-    """torch_autocast is used together with zero_quantized_weights.
-
-    DeepSpeed asserts that they are not combined (runtime/torch_autocast.py).
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "zero_quantized_weights": true},
-        "torch_autocast": {"enabled": true, "dtype": "bf16"}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
-    Proof: raises Cannot enable both torch autocast and zero quantized weights
-    """
-    if document.is_true("torch_autocast", "enabled") and document.is_true(ZERO, "zero_quantized_weights"):
-        yield finding((ZERO, "zero_quantized_weights"), "true is refused together with torch_autocast", "false")
-
-
 @rule("DSC314", "warning")
 def inputs_cast_without_fp16(document: Document, context: Context) -> Findings:
     """fp16.auto_cast is true, but fp16 is off.
@@ -272,26 +236,6 @@ def inputs_cast_without_fp16(document: Document, context: Context) -> Findings:
         yield finding(path, what, 'false, or "enabled": true', fix("Write false", replace(document, path, False)))
 
 
-@rule("DSC315", "error")
-def autocast_modules_without_package(document: Document, context: Context) -> Findings:
-    """torch_autocast.lower_precision_safe_modules does not list importable classes.
-
-    Each name is split at its last dot and imported (runtime/torch_autocast.py).
-
-    Wrong: {"train_batch_size": 8,
-        "torch_autocast": {"enabled": true, "dtype": "bf16", "lower_precision_safe_modules": ["Linear"]}}
-    Right: {"train_batch_size": 8,
-        "torch_autocast": {"enabled": true, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.Linear"]}}
-    Proof: raises Failed to import lower precision safe module
-    """
-    value = document.get("torch_autocast", "lower_precision_safe_modules")
-    names = value if isinstance(value, list) else [] if value is None else [value]
-    bad = [item for item in names if not (isinstance(item, str) and "." in item)]
-    if bad or isinstance(value, str):
-        what = f"{show(value)} is not a list of classes with their packages"
-        yield finding(("torch_autocast", "lower_precision_safe_modules"), what, '["torch.nn.Linear"], for instance')
-
-
 @rule("DSC303", "info")
 def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
     """bf16, stage 1 and accumulation in fp32 select another optimizer than ZeRO's.
@@ -308,22 +252,3 @@ def bf16_optimizer_chosen(document: Document, context: Context) -> Findings:
     if document.chooses_bf16_optimizer:
         what = "with bf16 and stage 1 this chooses BF16_Optimizer, which all-reduces gradients on another path"
         yield finding(("data_types", "grad_accum_dtype"), what, "stage 2 for the usual path, or leave it so on purpose")
-
-
-@rule("DSC312", "warning")
-def huge_initial_loss_scale(document: Document, context: Context) -> Findings:
-    """The loss scale starts so high that the first steps are lost.
-
-    The scale starts at 2 to the power of initial_scale_power (runtime/precision_config.py). The largest number in fp16
-    is 65504, and each overflow halves the scale and skips a step.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "fp16": {"enabled": true, "initial_scale_power": 40}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "fp16": {"enabled": true, "initial_scale_power": 16}}
-    Proof: accepts steps are skipped until the scale has decreased
-    """
-    power = document.number("fp16", "initial_scale_power")
-    if power is not None and power > 32:
-        what = f"{show(power)} starts with a loss scale at which every gradient overflows (useful: 8 to 24)"
-        yield finding(("fp16", "initial_scale_power"), what, "16")

@@ -1,19 +1,18 @@
 """Rules on types: values that are refused, silently converted, misinterpreted, or in place of a section."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from deepspeed_compress.diagnostics import Diagnostic, Path
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
-from deepspeed_compress.tools.lint.rule import READ_RAW, ZERO, Context, Findings, corrected, finding, key_finding, rule
+from deepspeed_compress.tools.lint.rule import READ_RAW, ZERO, Context, Findings, corrected, finding, rule
 from deepspeed_compress.tools.lint.rules.optimizer import not_numbers
 from deepspeed_compress.tools.lint.values import (
     AUTO,
     integer,
     listed,
     means_auto,
-    name,
     number,
     show,
     text_number,
@@ -71,9 +70,7 @@ def text_converted(document: Document, context: Context) -> Findings:
         if meant is None:
             found = _meant_number(key, member) if path not in READ_RAW else None
             meant = found if not key.choices or found in key.choices else None
-        # The Trainer refuses these, which another rule reports.
-        compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
-        if meant is not None and not compared:
+        if meant is not None:
             what = f"{show(member.value.value)} is text (allowed: {' or '.join(key.kinds)})"
             yield corrected(document, path, what, meant, f"Write {show(meant)}")
 
@@ -138,35 +135,19 @@ def fractional_integer(document: Document, context: Context) -> Findings:
 
 
 @rule("DSC015", "error")
-def wrong_type(document: Document, context: Context) -> Findings:
-    """A value has a type that DeepSpeed refuses.
+def not_a_number(document: Document, context: Context) -> Findings:
+    """A number is expected where DeepSpeed does not check it, and the value is something else.
 
-    DeepSpeed's models (runtime/config_utils.py) validate all their values at the start. Elsewhere, DeepSpeed calculates
-    with numbers without a check (runtime/config.py), which fails at the start or at the first step.
+    Outside of its models, DeepSpeed calculates with numbers without a check (runtime/config.py), which fails at the
+    start or at the first step.
 
-    Wrong: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": "all_reduce"}}
-    Right: {"train_batch_size": 8, "comms_logger": {"enabled": true, "prof_ops": ["all_reduce"]}}
-    Proof: raises list_type
+    Wrong: {"train_batch_size": 8, "gradient_accumulation_steps": []}
+    Right: {"train_batch_size": 8, "gradient_accumulation_steps": 4}
+    Proof: raises TypeError
     """
-    for path, key, member in misfits(document, strict=True):
-        if not ("object" in key.kinds or path == _STAGE or _has_own_rule(path, key, member)):
-            yield _wrong_type(document, path, key.kinds)
     for path, kinds in not_numbers(document):
-        yield _wrong_type(document, path, kinds)
-
-
-def _wrong_type(document: Document, path: Path, kinds: Sequence[str]) -> Diagnostic:
-    what = f"{show(document.get(*path))} has the wrong type (allowed: {' or '.join(kinds)})"
-    return finding(path, what, f"a value of type {' or '.join(kinds)}")
-
-
-def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
-    value, kind = member.value.value, member.value.kind
-    if kind == "string":
-        return _meant_number(key, member) is not None or _boolean_text(path, key, member) is not None
-    boolean_number = kind == "number" and "boolean" in key.kinds and value in (0, 1)
-    # True and false count as 1 and 0 if a number is expected, except in fp16, which has its own rule.
-    return boolean_number or (kind in ("bool", "number") and bool(_NUMERIC & {*key.kinds}))
+        what = f"{show(document.get(*path))} has the wrong type (allowed: {' or '.join(kinds)})"
+        yield finding(path, what, f"a value of type {' or '.join(kinds)}")
 
 
 def _outside(value: float, limits: dict[str, float]) -> bool:
@@ -200,74 +181,30 @@ def out_of_range(document: Document, context: Context) -> Findings:
             yield finding(path, f"{show(value)} is out of range (allowed: {allowed})", f"a number {allowed}")
 
 
-_CHOICES: Mapping[Path, tuple[str | None, ...]] = {
+_CHOICES: Mapping[Path, tuple[str, ...]] = {
     ("gradient_allreduce_op",): ("mean", "sum"),
-    ("log_level",): ("debug", "info", "warning", "error", "critical", None),
     ("checkpoint", "tag_validation"): ("warn", "ignore", "fail"),
-    ("checkpoint", "writer", "type"): ("python", "fast", "mock", None),
-    ("checkpoint", "writer", "data_parallel"): ("replica", "socket", "machine", None),
     ("scheduler", "params", "warmup_type"): ("log", "linear"),
-    ("expert_parallel", "score_apply"): (AUTO, "pre", "post"),
-    ("expert_parallel", "combine_impl"): (AUTO, "weighted_sum", "fused_weighted_sum", "legacy_bmm"),
-    ("expert_parallel", "row_weighting_impl"): (AUTO, "eager", "fused"),
-    ("expert_parallel", "gate_up_impl"): ("separate", "fused"),
-    ("expert_parallel", "comm_backend"): ("comm", "deepep"),
 }
-"""Words in sections that are not models of DeepSpeed, which compares most of them in any case. None stands for null."""
+"""Words in sections that are not models of DeepSpeed, which compares them in any case."""
 
 
 @rule("DSC017", "error")
 def not_a_choice(document: Document, context: Context) -> Findings:
     """A word is not one of those that DeepSpeed knows.
 
-    Devices, strategies and backends are enumerations (runtime/zero/offload_config.py), whose case matters. Other words
-    are checked when the configuration is read (runtime/config.py) or used, except an unknown warmup_type, which means
+    Words are checked when the configuration is read (runtime/config.py), except an unknown warmup_type, which means
     log (runtime/lr_schedules.py).
 
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    Proof: raises Input should be 'none', 'cpu' or 'nvme'
+    Wrong: {"train_batch_size": 8, "gradient_allreduce_op": "average"}
+    Right: {"train_batch_size": 8, "gradient_allreduce_op": "mean"}
+    Proof: raises gradient_allreduce_op
     """
-    for path, key, member in known_values(document, strict=True):
-        value = member.value.value
-        chosen = member.value.kind == "string" and "string" in key.kinds and key.choices
-        if chosen and value not in key.choices and not means_auto(value):
-            yield _unknown_choice(document, path, key.choices)
     for path, choices in _CHOICES.items():
         value = document.get(*path)
         word = value.lower() if isinstance(value, str) else value
-        unused = path[0] == "expert_parallel" and document.get("expert_parallel", "enabled") is not True
-        if document.has(*path) and not unused and word not in (*choices, AUTO):
-            yield _unknown_choice(document, path, choices)
-
-
-def _unknown_choice(document: Document, path: Path, choices: tuple[object, ...]) -> Diagnostic:
-    value = document.get(*path)
-    close = next((choice for choice in choices if str(choice).lower() == str(value).lower()), None)
-    correction = fix("Write it as DeepSpeed does", replace(document, path, close)) if close else None
-    what = f"{show(value)} is not known (allowed: {listed(choices)})"
-    return finding(path, what, show(close) if close else f"one of {listed(choices)}", correction)
-
-
-@rule("DSC019", "error")
-def both_names_of_a_key(document: Document, context: Context) -> Findings:
-    """A key is given under its name and under its alias.
-
-    Keys such as stage3_prefetch_bucket_size have a second name without the prefix (runtime/zero/config.py). DeepSpeed
-    refuses one of the two as an unknown key.
-
-    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "prefetch_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1000}}
-    Proof: raises extra_forbidden
-    """
-    for path, key, _ in known_values(document, strict=True):
-        if key.alias and document.has(*path[:-1], key.alias):
-            what = f'"{path[-1]}" and "{key.alias}" are two names of one key (allowed: one of them)'
-            yield key_finding(path, what, f"only {name((*path[:-1], key.alias))}")
+        if document.has(*path) and word not in (*choices, AUTO):
+            yield finding(path, f"{show(value)} is not known (allowed: {listed(choices)})", f"one of {listed(choices)}")
 
 
 @rule("DSC018", "error")
