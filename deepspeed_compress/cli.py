@@ -190,7 +190,7 @@ COMMANDS = (
     Command(
         "lint",
         "Find what is wrong with DeepSpeed configurations, with or without compression.",
-        ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix --diff ds_config.json"),
+        ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix ds_config.json"),
         "tools.lint.options:add_lint_arguments",
         "tools.lint.command:run",
         failed=2,

@@ -45,11 +45,10 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """Edits of a text that carry out a remedy. `safe`: DeepSpeed then does what the user had asked for."""
+    """Edits of a text that carry out a remedy: DeepSpeed then does what the user had asked for."""
 
     title: str
     edits: tuple[Edit, ...]
-    safe: bool = True
 
 
 class LineIndex:

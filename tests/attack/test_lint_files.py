@@ -82,8 +82,8 @@ def runs(count: int, seed: int) -> Iterator[tuple[str, bytes, list[str]]]:
         content = rng.choice(real[name])
         for _ in range(rng.randint(1, 4)):
             content = damage(content, rng, pieces)
-        options = ([], ["--framework", "hf"], ["--framework", "lightning"], ["--diff", "--unsafe-fixes"])[number % 4]
-        output = [] if "--diff" in options else ["--output-format", list(FORMATS)[number % len(FORMATS)]]
+        options = ([], ["--framework", "hf"], ["--framework", "lightning"], ["--fix"])[number % 4]
+        output = ["--output-format", list(FORMATS)[number % len(FORMATS)]]
         yield name, content, [*given.get(name, [name]), *options, *output]
 
 

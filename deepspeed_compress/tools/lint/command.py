@@ -8,22 +8,21 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Fix
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.model_families import read_config
 from deepspeed_compress.safe_files import replacing, temporary
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.files import Source, detected_framework, sources
-from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
+from deepspeed_compress.tools.lint.files import STDIN, Source, detected_framework, sources
+from deepspeed_compress.tools.lint.fixes import Fixed, apply
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import ALL, Selection, check_codes, ignored_inside, lint_document, matches
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.outputs.machine import FORMATS
-from deepspeed_compress.tools.outputs.report import Report, lines, plural, visible
+from deepspeed_compress.tools.outputs.report import Report, plural, visible
 
 CLEAN, FOUND, FAILED = 0, 1, 2
 
@@ -49,8 +48,8 @@ class Linted:
 
 def run(options: argparse.Namespace) -> int:
     """Lint, and return the exit code: 0 without serious findings, 1 with them."""
-    if options.unsafe_fixes and not (options.fix or options.diff):
-        raise ConfigError("--unsafe-fixes has no effect alone. Write it together with --fix or --diff.")
+    if options.fix and STDIN in options.files:
+        raise ConfigError("--fix: standard input cannot be corrected; write the name of the file")
     check_codes(options.select, RULES, "--select")
     check_codes(options.ignore, RULES, "--ignore")
     selection = Selection(tuple(options.select or (ALL,)), tuple(options.ignore))
@@ -60,18 +59,17 @@ def run(options: argparse.Namespace) -> int:
         options.framework,
         None if options.model is None else read_config(options.model),
     )
-    found = sources(options.files, options.exclude, options.force_exclude)
+    found = sources(options.files, options.exclude)
     linted = [_lint(source, context, selection, options) for source in found]
-    if not options.quiet:
-        for note in _notes(linted, options):
-            print(f"ds-compress: {visible(note)}", file=sys.stderr)
+    for note in _notes(linted, options):
+        print(f"ds-compress: {visible(note)}", file=sys.stderr)
     _write(linted, options)
-    return CLEAN if options.exit_zero or not _is_wrong(linted, options) else FOUND
+    return FOUND if _is_wrong(linted, options) else CLEAN
 
 
 def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
     """Yield notes on the run other than findings."""
-    if not linted and not options.force_exclude:
+    if not linted:
         yield f"warning: no DeepSpeed configuration in {', '.join(options.files)}"
     for result in linted:
         try:
@@ -86,10 +84,9 @@ def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _is_wrong(linted: list[Linted], options: argparse.Namespace) -> bool:
-    """Return True if a finding is at least as severe as `--exit-on`, or if --diff shows a correction."""
+    """Return True if a finding is at least as severe as `--exit-on`."""
     grave = SEVERITIES[: SEVERITIES.index(options.exit_on) + 1]
-    found = any(one.severity in grave for result in linted for one in result.fixed.remaining)
-    return found or (options.diff and any(result.changed for result in linted))
+    return any(one.severity in grave for result in linted for one in result.fixed.remaining)
 
 
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
@@ -103,28 +100,20 @@ def _lint(source: Source, context: Context, selection: Selection, options: argpa
     def lint(document: Document) -> Iterable[Diagnostic]:
         return lint_document(document, known, selection)
 
-    if options.fix or options.diff:
-        return Linted(source, apply(source.document, lint, options.unsafe_fixes), detected)
+    if options.fix:
+        return Linted(source, apply(source.document, lint), detected)
     return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), detected)
 
 
 def _write(linted: list[Linted], options: argparse.Namespace) -> None:
-    """Write corrections and findings, or differences."""
-    changed = [result for result in linted if result.changed]
-    if options.diff:
-        _show_differences(changed, options.quiet)
-        return
-    for result in changed:
-        if not result.source.from_stdin:
+    """Write corrections and findings."""
+    for result in linted:
+        if result.changed:
             _replace_content(Path(result.source.path), result.fixed.text.encode())
-    to_stdout = [result for result in linted if options.fix and result.source.from_stdin]
-    for result in to_stdout:
-        sys.stdout.write(result.fixed.text)
-    stream = sys.stderr if to_stdout else sys.stdout
     findings = tuple(one for result in linted for one in result.fixed.remaining)
     fixed = sum(result.fixed.count for result in linted)
-    report = Report(findings, len(linted), RULES, fixed, _has_colour(stream), options.quiet)
-    stream.write(FORMATS[options.output_format](report))
+    report = Report(findings, len(linted), RULES, fixed, _has_colour())
+    sys.stdout.write(FORMATS[options.output_format](report))
 
 
 def _replace_content(path: Path, content: bytes) -> None:
@@ -135,18 +124,8 @@ def _replace_content(path: Path, content: bytes) -> None:
         shutil.copymode(target, temporary(target))
 
 
-def _show_differences(changed: list[Linted], quiet: bool) -> None:
-    for result in changed:
-        text = diff(result.source.document.text, result.fixed.text, result.source.path)
-        # Output that is piped into `patch` must not be changed.
-        sys.stdout.write(lines(map(visible, text.split("\n"))) if sys.stdout.isatty() else text)
-    count = sum(result.fixed.count for result in changed)
-    if not quiet:
-        print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
-
-
-def _has_colour(stream: Any) -> bool:
-    return bool(stream.isatty()) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+def _has_colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 _PROOFS: Mapping[str, str] = {
@@ -205,8 +184,7 @@ def _table(rules: Iterable[LintRule]) -> Iterator[str]:
     yield "| code | name | severity | fix | what it finds |"
     yield "|---|---|---|---|---|"
     for rule in rules:
-        fix = fix_of(rule)
-        marked = "" if fix is None else "safe" if fix.safe else "unsafe"
+        marked = "" if fix_of(rule) is None else "yes"
         summary = rule.summary.replace("|", "\\|")
         link = f"[{rule.code}](#{rule.code.lower()}-{rule.name})"
         yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {summary} |"
@@ -220,7 +198,7 @@ def fix_of(rule: LintRule) -> Fix | None:
 
 def _section(rule: LintRule, heading: str) -> str:
     fix = fix_of(rule)
-    fixed = () if fix is None else (f"`--fix{'' if fix.safe else ' --unsafe-fixes'}`: {fix.title}.\n",)
+    fixed = () if fix is None else (f"`--fix`: {fix.title}.\n",)
     return "\n".join(
         (
             f"{heading} {rule.code} {rule.name}\n",

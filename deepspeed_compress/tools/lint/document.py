@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, LineIndex, Path, Place, Span
+from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Path, Place, Span
 from deepspeed_compress.tools.lint.values import AUTO, integer, number, truth
 
 _ZERO = "zero_optimization"
@@ -61,14 +61,10 @@ ExtensionKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Syntax of HJSON that JSON does not have. DeepSpeed reads HJSON; Hugging Face reads JSON.
-
-    `fix` rewrites it as JSON. It is None if something would be lost.
-    """
+    """Syntax of HJSON that JSON does not have. DeepSpeed reads HJSON; Hugging Face reads JSON."""
 
     kind: ExtensionKind
     span: Span
-    fix: Fix | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,27 +51,26 @@ class Source:
         return self.document.path
 
 
-def sources(arguments: Iterable[str], exclude: Iterable[str] = (), force: bool = False) -> Iterator[Source]:
+def sources(arguments: Iterable[str], exclude: Iterable[str] = ()) -> Iterator[Source]:
     """Yield every configuration that `arguments` refer to, each file once.
 
     Args:
         arguments: Files, directories, or - for standard input.
         exclude: Patterns of files and directories that are not searched.
-        force: Also skip files named by `arguments` when they are excluded or are not configurations.
 
     Raises:
         ConfigError: An argument refers to nothing.
     """
     seen: set[str] = set()
     for argument in arguments:
-        for source in _sources(argument, tuple(exclude), force):
+        for source in _sources(argument, tuple(exclude)):
             real = os.path.realpath(source.path)
             if source.from_stdin or real not in seen:
                 seen.add(real)
                 yield source
 
 
-def _sources(argument: str, exclude: tuple[str, ...], force: bool) -> Iterator[Source]:
+def _sources(argument: str, exclude: tuple[str, ...]) -> Iterator[Source]:
     if argument == STDIN:
         yield Source(_document(STDIN, sys.stdin.buffer.read(MAX_BYTES + 1)), from_stdin=True)
     elif os.path.isdir(argument):
@@ -82,9 +81,9 @@ def _sources(argument: str, exclude: tuple[str, ...], force: bool) -> Iterator[S
             f"{argument[:200]}: no such file or directory. Write the path of a DeepSpeed configuration, such as "
             "ds_config.json, of a directory, or - for standard input."
         )
-    elif not (force and is_excluded(argument, exclude)):
+    else:
         check_regular(argument)
-        yield from _read(argument, found=force)
+        yield from _read(argument)
 
 
 def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[str]:

@@ -4,7 +4,6 @@ An edit changes a key or value and leaves the text around it as the user wrote i
 would have to change, such as text after an unquoted string; `fix` then returns None.
 """
 
-import difflib
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -27,11 +26,11 @@ _INDENT = re.compile(r"[ \t]*")
 _BLANKS = (" ", "\t", "\r", "\ufeff")
 
 
-def fix(title: str, *edits: Edits, safe: bool = True) -> Fix | None:
+def fix(title: str, *edits: Edits) -> Fix | None:
     """Return a fix that consists of all the edits, or None if one of the arguments is empty or two edits overlap."""
     together = sorted((edit for part in edits for edit in part), key=lambda edit: (edit.span.start, edit.span.end))
     apart = all(one.span.end <= other.span.start for one, other in pairwise(together))
-    return Fix(title, tuple(together), safe) if all(edits) and apart else None
+    return Fix(title, tuple(together)) if all(edits) and apart else None
 
 
 def replace(document: Document, path: Path, value: object) -> Edits:
@@ -129,11 +128,11 @@ class Fixed:
         return self.document.text
 
 
-def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]], unsafe: bool = False) -> Fixed:
+def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]]) -> Fixed:
     """Apply the possible fixes one after the other, because each may change what is found and where."""
     count, remaining = 0, tuple(lint(document))
     while document.fixable and count < MAX_FIXES:
-        fixes = [one.fix for one in remaining if one.fix is not None and (one.fix.safe or unsafe)]
+        fixes = [one.fix for one in remaining if one.fix is not None]
         texts = (edited(document.text, one.edits) for one in fixes)
         changed = (parse(text, document.path) for text in texts if text != document.text)
         better = next((after for after in changed if _is_sound(document, after)), None)
@@ -164,11 +163,3 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
         parts += (text[at : edit.span.start], edit.text)
         at = edit.span.end
     return "".join((*parts, text[at:]))
-
-
-def diff(before: str, after: str, path: str) -> str:
-    """Return a unified diff in the format that `patch` accepts."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Literal, get_args
 
-from deepspeed_compress import __version__
 from deepspeed_compress.diagnostics import SEVERITIES
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.outputs.machine import FORMATS
@@ -19,7 +18,6 @@ def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lint` to `parser`."""
     what = "files, directories, or - for standard input (default: .)"
     parser.add_argument("files", nargs="*", default=["."], metavar="FILE", help=what)
-    parser.add_argument("--version", action="version", version=f"ds-compress {__version__}")
     _add_files(parser.add_argument_group("files"))
     _add_rules(parser.add_argument_group("rules"))
     _add_context(parser.add_argument_group("facts about the run"))
@@ -37,8 +35,6 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_files(group: argparse._ArgumentGroup) -> None:
     what = "patterns of files and directories to skip, separated by commas"
     group.add_argument("--exclude", type=_words, action="extend", default=[], metavar="PATTERNS", help=what)
-    what = "skip excluded files and files that are not configurations, even if FILE names them"
-    group.add_argument("--force-exclude", action="store_true", help=what)
 
 
 def _add_rules(group: argparse._ArgumentGroup) -> None:
@@ -57,18 +53,13 @@ def _add_context(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_fixes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--fix", action="store_true", help="apply all safe fixes")
-    group.add_argument("--unsafe-fixes", action="store_true", help="with --fix or --diff: also apply the other fixes")
-    group.add_argument("--diff", action="store_true", help="show what --fix would change")
+    group.add_argument("--fix", action="store_true", help="correct what has a safe correction")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-format", choices=FORMATS, default="full")
-    group.add_argument("-q", "--quiet", action="store_true", help="print findings and errors, but no summary or notes")
-    exits = group.add_mutually_exclusive_group()
     what = "lowest severity for which the exit code is 1 (default: warning)"
-    exits.add_argument("--exit-on", choices=SEVERITIES, default="warning", help=what)
-    exits.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+    group.add_argument("--exit-on", choices=SEVERITIES, default="warning", help=what)
 
 
 def _framework(name: str) -> str:

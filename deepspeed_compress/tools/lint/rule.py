@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Severity, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, rename, replace
+from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.values import show
@@ -186,33 +186,21 @@ def key_finding(path: Path, what: str, instead: str, fix: Fix | None = None) -> 
     return Diagnostic(at_key(*path), what, write(instead), fix)
 
 
-def corrected(document: Document, path: Path, what: str, value: object, title: str, *, safe: bool = True) -> Diagnostic:
+def corrected(document: Document, path: Path, what: str, value: object, title: str) -> Diagnostic:
     """Return a finding about the value at `path`, whose remedy and fix are to write `value`."""
-    return finding(path, what, show(value), fix(title, replace(document, path, value), safe=safe))
+    return finding(path, what, show(value), fix(title, replace(document, path, value)))
 
 
-def unknown_word(document: Document, path: Path, names: Mapping[str, object], what: str, example: str) -> Diagnostic:
+def unknown_word(word: str, path: Path, names: Mapping[str, object], what: str, example: str) -> Diagnostic:
     """Return a finding about a word that is none of `names`, with the one that was probably meant."""
-    close = closest(document.string(*path), names)
-    if close is None:
-        return finding(path, what, f"{example}, for instance")
-    return finding(path, what, _if_meant(close), fix(f"Write {close}", replace(document, path, close), safe=False))
+    close = closest(word, names)
+    return finding(path, what, f"{example}, for instance" if close is None else _if_meant(close))
 
 
-def unknown_parameter(
-    document: Document, path: Path, names: Mapping[str, object] | frozenset[str], what: str
-) -> Diagnostic:
+def unknown_parameter(path: Path, names: Mapping[str, object] | frozenset[str], what: str) -> Diagnostic:
     """Return a finding about a key that is none of `names`, with the one that was probably meant."""
     close = closest(str(path[-1]), names)
-    if close is None:
-        return key_finding(path, what, "nothing: remove the key")
-    return key_finding(path, what, _if_meant(close), renamed(document, path, close))
-
-
-def renamed(document: Document, path: Path, to: str) -> Fix | None:
-    """Return the fix that renames the key at `path`, which a user has to confirm; None if the name is taken."""
-    free = not document.has(*path[:-1], to)
-    return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
+    return key_finding(path, what, "nothing: remove the key" if close is None else _if_meant(close))
 
 
 def _if_meant(name: str) -> str:

@@ -1,6 +1,5 @@
 """Selection of rules by options and by suppressions in a file, and their application to a document."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from deepspeed_compress.tools.lint.rules.syntax import placeholders, without_pla
 from deepspeed_compress.tools.lint.scanner import parse
 
 ALL = "ALL"
-_REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
 _ALWAYS = ("DSC0", "DSC73")
 """Rules of the syntax and of Accelerate's configuration, which also apply if there is none of DeepSpeed."""
 
@@ -51,12 +49,9 @@ def _match(rule: LintRule, code: str) -> int:
 
 
 def ignored_inside(document: Document) -> tuple[str, ...]:
-    """Return the rules that the file itself ignores, in `deepspeed_compress.lint.ignore` or in a comment."""
+    """Return the rules that the file itself ignores, in `deepspeed_compress.lint.ignore`."""
     ignore = document.get("deepspeed_compress", "lint", "ignore")
-    section = [code for code in ignore if isinstance(code, str)] if isinstance(ignore, list) else []
-    # A comment, or in JSON a key such as "//", has `ds-compress: noqa: DSC201`.
-    remarks = [re.split(r",[ \t]*", found[1] or ALL) for found in _REMARK.finditer(document.text)]
-    return (*section, *(code for codes in remarks for code in codes))
+    return tuple(code for code in ignore if isinstance(code, str)) if isinstance(ignore, list) else ()
 
 
 def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> None:

@@ -9,15 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Span, at, write
+from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.tools.lint.document import Document, Extension, ExtensionKind, Kind, Member, Node, object_node
 from deepspeed_compress.tools.lint.values import ScanError, match, multi_line, quoted, to_json
 
 MAX_DEPTH = 100
 MAX_PARTS = 20_000
 MAX_PROBLEMS = 100
-_TOLD = MAX_PROBLEMS - 2
-"""Maximum number of errors reported one by one. Two more are reserved: the count of the others, and an early end."""
 MAX_INTEGER = 2**63 - 1
 
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -28,7 +26,6 @@ _LITERAL = re.compile(
 )
 _LINE = re.compile(r"[^\n\r]*")
 _TO_NEXT = re.compile(r"[^,}\]\n]*")
-_PUNCTUATION = re.compile(r"[,:{}\[\]\"']")
 _WORD = re.compile(r"[^\s,:{}\[\]]{0,40}")
 _WORDS: dict[str, tuple[Kind, Any]] = {"null": ("null", None), "true": ("bool", True), "false": ("bool", False)}
 
@@ -50,7 +47,6 @@ class _Scanner:
         self.stopped = False
         self.line_start = 0
         self.searched = 0  # end of the range searched for `line_start`
-        self.untold = 0  # number of errors after the first _TOLD
         self.closers: list[str] = []  # closing brackets of what is open, outermost first
         self.problems: list[Diagnostic] = []
         self.extensions: list[Extension] = []
@@ -65,11 +61,9 @@ class _Scanner:
     def note(self, span: Span, what: str, instead: str) -> None:
         if self.stopped:
             return
-        if len(self.problems) < _TOLD:
-            self.problems.append(Diagnostic(at(span=span), what, write(instead)))
-        else:
-            self.untold += 1
-            self.count()
+        self.problems.append(Diagnostic(at(span=span), what, write(instead)))
+        if len(self.problems) == MAX_PROBLEMS - 1:
+            self.stop("more syntax errors")
 
     def stop(self, what: str) -> None:
         """Stop reading because of `what`. Everything that is open ends here."""
@@ -83,9 +77,8 @@ class _Scanner:
         if self.parts > MAX_PARTS and not self.stopped:
             self.stop(f"more than {MAX_PARTS} values and comments")
 
-    def extend(self, kind: ExtensionKind, span: Span, replacement: str | None = None) -> None:
-        fix = None if replacement is None else Fix("Write it as JSON", (Edit(span, replacement),))
-        self.extensions.append(Extension(kind, span, fix))
+    def extend(self, kind: ExtensionKind, span: Span) -> None:
+        self.extensions.append(Extension(kind, span))
         self.count()
 
     def gap(self) -> None:
@@ -105,16 +98,13 @@ class _Scanner:
 
     def document(self) -> Node | None:
         if self.text.startswith("\ufeff"):
-            self.extend("byte-order-mark", Span(0, 1), "")
+            self.extend("byte-order-mark", Span(0, 1))
             self.at = 1
         self.gap()
         root = self.nothing() if not self.peek() else self.value() if self.peek() in "{[" else self.bare()
         self.gap()
         if self.peek():
             self.note(self.here(), "text behind the end of the configuration", "nothing: remove it")
-        if self.untold:
-            what = f"and {self.untold} more syntax errors"
-            self.problems.append(Diagnostic(at(span=self.here()), what, write("a configuration of DeepSpeed")))
         return root
 
     def nothing(self) -> Node | None:
@@ -131,7 +121,6 @@ class _Scanner:
             self.element(self.pair, members)
         if not members:
             # If the text is not a configuration at all, one error is enough.
-            self.untold = 0
             del self.problems[1:]
         self.extend("missing-braces", Span(start, start))
         return object_node(members, Span(start, self.at))
@@ -182,17 +171,15 @@ class _Scanner:
 
     def separator(self, end: int) -> None:
         """Read the comma that may follow a value that ended at `end`."""
-        last = self.extensions[-1].kind if self.extensions else ""
         self.gap()
         comma = self.here()
         if self.peek() == ",":
             self.at += 1
             self.gap()
             if self.peek() in ("}", "]", ""):
-                self.extend("trailing-comma", comma, "")
+                self.extend("trailing-comma", comma)
         elif self.peek() not in ("}", "]", ""):
-            # A comma after an unquoted string would become part of it, so the string must be quoted first.
-            self.extend("missing-comma", Span(end, end), None if last == "unquoted-string" else ",")
+            self.extend("missing-comma", Span(end, end))
 
     def ends(self, closer: str, opening: Span) -> bool:
         """Return True if the object or array is closed here, either properly or by an error."""
@@ -234,7 +221,7 @@ class _Scanner:
             raise self.error(f"{self.found()} where a key should be", 'a key in double quotes and ":"')
         self.at = found.end() - 1
         key, span = found[1].rstrip() if found[2] else found[1], Span(start, found.end(1))
-        self.extend("unquoted-key", span, to_json(key))
+        self.extend("unquoted-key", span)
         return key, span
 
     def found(self) -> str:
@@ -245,9 +232,9 @@ class _Scanner:
         value, self.at, is_json = quoted(self.text, start)
         span = Span(start, self.at)
         if self.text[start] == "'":
-            self.extend("single-quotes", span, to_json(value))
+            self.extend("single-quotes", span)
         elif not is_json:
-            self.extend("escape", span, to_json(value))
+            self.extend("escape", span)
         return value, span
 
     def string(self) -> Node:
@@ -256,7 +243,7 @@ class _Scanner:
             return Node("string", value, span)
         start = self.at
         value, self.at = multi_line(self.text, start, self.indentation())
-        self.extend("multi-line-string", Span(start, self.at), to_json(value))
+        self.extend("multi-line-string", Span(start, self.at))
         return Node("string", value, Span(start, self.at))
 
     def indentation(self) -> int | None:
@@ -282,8 +269,7 @@ class _Scanner:
         value = line[0].strip()
         start = self.at + len(line[0]) - len(line[0].lstrip())
         span, self.at = Span(start, start + len(value)), line.end()
-        # If the string contains punctuation, it extends further than was meant.
-        self.extend("unquoted-string", span, None if _PUNCTUATION.search(value) else to_json(value))
+        self.extend("unquoted-string", span)
         return Node("string", value, span)
 
     def literal(self, found: re.Match[str]) -> Node:
@@ -294,7 +280,7 @@ class _Scanner:
         self.at = span.end
         if not source.isascii() or found[0][len(source) :].strip(" \t"):
             self.at = found.end()
-            self.extend("unquoted-string", Span(*found.span()), to_json(node.value))
+            self.extend("unquoted-string", Span(*found.span()))
         return node
 
     def number(self, found: re.Match[str], span: Span) -> int | float:

@@ -70,7 +70,7 @@ def json_array(report: Report) -> str:
 
 
 def _fix_object(fix: Fix) -> dict[str, object]:
-    return {"title": fix.title, "safe": fix.safe, "edits": [_edit_object(edit) for edit in fix.edits]}
+    return {"title": fix.title, "edits": [_edit_object(edit) for edit in fix.edits]}
 
 
 def _edit_object(edit: Edit) -> dict[str, object]:

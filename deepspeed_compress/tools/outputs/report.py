@@ -57,12 +57,6 @@ class Report:
     """All rules that were applied."""
     fixed: int = 0
     colour: bool = False
-    quiet: bool = False
-
-    @property
-    def closing(self) -> tuple[str, ...]:
-        """Return the summary as the closing lines, or nothing if the report is quiet."""
-        return () if self.quiet else (self.summary,)
 
     @property
     def summary(self) -> str:
@@ -76,14 +70,8 @@ class Report:
             if (count := sum(diagnostic.severity == kind for diagnostic in self.diagnostics))
         ]
         found = f"{plural(len(self.diagnostics), 'finding')} in {plural(self.files, 'file')}: {', '.join(kinds)}."
-        safe = sum(option(diagnostic) == "--fix" for diagnostic in self.diagnostics)
-        return fixed + found + (f" --fix corrects {safe}." if safe else "")
-
-
-def option(diagnostic: Diagnostic) -> str:
-    """Return the option that applies the fix, or an empty string if there is no fix."""
-    fix = diagnostic.fix
-    return "" if fix is None else "--fix" if fix.safe else "--fix --unsafe-fixes"
+        corrected = sum(diagnostic.fix is not None for diagnostic in self.diagnostics)
+        return fixed + found + (f" --fix corrects {corrected}." if corrected else "")
 
 
 def message(diagnostic: Diagnostic) -> str:
@@ -110,14 +98,12 @@ _BEFORE, _WIDTH = 60, 120
 
 def concise(report: Report) -> str:
     """Return one line for each, `path:line:column: DSC123 name: what is wrong (at /pointer)`, and a summary."""
-    return lines((*(_headline(diagnostic, report.colour) for diagnostic in report.diagnostics), *report.closing))
+    return lines((*(_headline(diagnostic, report.colour) for diagnostic in report.diagnostics), report.summary))
 
 
 def full(report: Report) -> str:
     """Return each with its line, a caret under the place and the remedy, and a summary."""
-    return "".join(f"{_block(diagnostic, report.colour)}\n" for diagnostic in report.diagnostics) + lines(
-        report.closing
-    )
+    return lines((*(_block(diagnostic, report.colour) for diagnostic in report.diagnostics), report.summary))
 
 
 def statistics(report: Report) -> str:
@@ -129,7 +115,7 @@ def statistics(report: Report) -> str:
     for diagnostic in report.diagnostics:
         by_code[diagnostic.code].append(diagnostic)
     ordered = sorted(by_code.values(), key=lambda found: (-len(found), found[0].code))
-    return lines((*(_count(found, report.colour) for found in ordered), *report.closing))
+    return lines((*(_count(found, report.colour) for found in ordered), report.summary))
 
 
 def _headline(one: Diagnostic, colour: bool) -> str:
@@ -145,7 +131,7 @@ def _block(one: Diagnostic, colour: bool) -> str:
     number, gutter = _paint(f"{line:>4} |", _BLUE, colour), _paint("     |", _BLUE, colour)
     source, caret = _source(one)
     shown = (f"{number} {source}", f"{gutter} {_paint(caret, _STYLES[one.severity], colour)}") if source.strip() else ()
-    remedy = f"{visible(one.remedy)}{f' ({option(one)} does it)' if one.fix else ''}"
+    remedy = f"{visible(one.remedy)}{' (--fix does it)' if one.fix else ''}"
     return lines((_headline(one, colour), *shown, f"{_paint('     =', _BLUE, colour)} {remedy}"))
 
 
@@ -169,7 +155,7 @@ def _line(text: str, at: int) -> tuple[int, int]:
 
 def _count(found: Sequence[Diagnostic], colour: bool) -> str:
     one = found[0]
-    star = "[*]" if any(option(each) == "--fix" for each in found) else "[ ]"
+    star = "[*]" if any(each.fix for each in found) else "[ ]"
     return f"{len(found):>5}  {_paint(one.code, _STYLES[one.severity], colour)}  {star}  {one.severity:<7}  {one.name}"
 
 

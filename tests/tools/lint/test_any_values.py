@@ -53,11 +53,11 @@ def places(document: Document) -> list[Path]:
 
 def shake(document: Document, context: Context) -> None:
     """Apply every rule and every fix to `document`, and check that all places are inside the text."""
-    fixed = apply(document, lambda one: lint_document(one, context, Selection()), unsafe=True)
+    fixed = apply(document, lambda one: lint_document(one, context, Selection()))
     for finding in fixed.remaining:
         assert finding.place.region.end <= len(fixed.text)
         assert finding.message
-    again = apply(fixed.document, lambda one: lint_document(one, context, Selection()), unsafe=True)
+    again = apply(fixed.document, lambda one: lint_document(one, context, Selection()))
     assert again.text == fixed.text
 
 

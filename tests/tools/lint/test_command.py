@@ -2,14 +2,12 @@
 
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deepspeed_compress import __version__
 from deepspeed_compress.cli import main
 from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint import command
@@ -73,7 +71,6 @@ def test_exit_codes(lint: Run) -> None:
     code, out, _ = lint()
     assert code == 1
     assert "DSC401" in out
-    assert lint("--exit-zero")[:2] == (0, out)
     assert lint("--select", "DSC201")[0] == 0
     assert lint("--select", "DSC201", "--world-size", "4")[0] == 1
     assert lint("--ignore", "DSC4,DSC1")[0] == 0
@@ -96,15 +93,6 @@ def test_severity_that_fails_the_command(
     save(text)
     assert lint()[0] == codes["warning"]
     assert {severity: lint("--exit-on", severity)[0] for severity in codes} == codes
-    assert lint("--exit-zero")[0] == 0
-
-
-def test_a_difference_fails_the_command(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ruff does the same, because users run --diff in CI to detect differences."""
-    use(monkeypatch, STRICT)
-    save("{a: 1}")
-    assert lint("--diff")[0] == 1
-    assert lint("--fix")[0] == lint("--diff")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -113,14 +101,13 @@ def test_a_difference_fails_the_command(lint: Run, monkeypatch: pytest.MonkeyPat
         (["none.json"], "none.json: no such file or directory"),
         (["--select", "DSC9"], "--select: 'DSC9' is not a rule"),
         (["--ignore", "x"], "--ignore: 'x' is not a rule"),
-        (["--unsafe-fixes"], "--unsafe-fixes has no effect alone"),
+        (["--fix", "-"], "--fix: standard input cannot be corrected"),
         (["--world-size", "0"], "'0' is not a positive integer"),
         (["--framework", "jax"], "invalid choice: 'jax'"),
         (["--model", "nowhere"], "--model nowhere: No such file or directory"),
         (["--model", "list.json"], "--model list.json: list (allowed: an object)"),
         (["--model", "ds_config.json"], "--model ds_config.json: not JSON"),
         (["--exit-on", "never"], "invalid choice: 'never'"),
-        (["--exit-on", "info", "--exit-zero"], "argument --exit-zero: not allowed with argument --exit-on"),
         (["--frame-work", "hf"], "unrecognized arguments: --frame-work"),
         (["fifo"], "fifo: a FIFO (allowed: a regular file)"),
         (["--model", "fifo"], "fifo: a FIFO (allowed: a regular file)"),
@@ -141,13 +128,6 @@ def test_an_unknown_option_shows_the_usage_of_the_command(lint: Run) -> None:
         assert (code, out) == (2, "")
         assert err.startswith(f"usage: ds-compress {name} ")
         assert f"ds-compress {name}: error: unrecognized arguments: --nonsense" in err
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["lint", "--version"]])
-def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(arguments)
-    assert capsys.readouterr().out == f"ds-compress {__version__}\n"
 
 
 def test_a_rule_that_fails_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +158,6 @@ def test_excluded_files(lint: Run) -> None:
     assert lint(*count, "--exclude", "ds_config.json")[2] == "ds-compress: warning: no DeepSpeed configuration in .\n"
     assert lint(*count, "--exclude", "none,old")[1].startswith("ds_config.json:")
     assert lint(*count, "--exclude", "old", "old/ds_config.json")[0] == 1
-    named = ("old/ds_config.json", "package.json", "--force-exclude", "--exclude", "old")
-    assert lint(*count, *named) == (0, "0 files checked, nothing found.\n", "")
-    assert lint("ds_config.json", *named, *count)[1].startswith("ds_config.json:")
 
 
 def test_options_that_describe_the_run(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +214,9 @@ def test_auto_reveals_the_framework(
     sign = '"auto" values or the file that names it'
     note = f"ds-compress: note: {name}: checked for hf, because of {sign}; --framework overrides this\n"
     assert lint() == (0, "1 file checked, nothing found.\n", note if framework else "")
-    assert lint("--framework", "lightning")[2] == lint("-q")[2] == ""
+    assert lint("--framework", "lightning")[2] == ""
     assert lint("--framework", "swift")[2] == ""
-    assert seen == [framework, "lightning", framework, "hf"]
+    assert seen == [framework, "lightning", "hf"]
 
 
 def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
@@ -253,33 +230,15 @@ def test_frameworks_of_many_files_are_reported_once(lint: Run) -> None:
     ]
 
 
-def test_a_comment_that_ignores_no_rule_causes_a_warning(lint: Run) -> None:
-    save("# ds-compress: noqa: DSC1, DSC9\n{amp: 1}")
-    code, _, err = lint()
-    assert code == 0
-    assert err.startswith("ds-compress: warning: ds_config.json: 'DSC9' is not a rule")
+def test_ignoring_no_rule_causes_a_warning(lint: Run) -> None:
     save('{"deepspeed_compress": {"lint": {"ignore": ["stage"]}}}')
     assert lint()[2].startswith("ds-compress: warning: ds_config.json: 'stage' is not a rule")
-
-
-def test_quiet(lint: Run) -> None:
-    save(BAD)
-    for options in (["--output-format", "concise"], [], ["--output-format", "statistics"]):
-        code, out, _ = lint(*options)
-        *findings, summary = out.splitlines()
-        assert summary == "2 findings in 1 file: 1 error, 1 warning. --fix corrects 1."
-        assert lint("--quiet", *options) == (code, "".join(f"{line}\n" for line in findings), "")
-    assert lint("-q", "--diff")[2] == ""
-    assert lint("-q", "--select", "DSC2") == (0, "", "")
-    assert lint("-q", "--exclude", "ds_config.json") == (0, "", "")
 
 
 def test_fix_writes_the_file(lint: Run) -> None:
     path = save(f"// mine\r\n{BAD}")
     code, out, _ = lint("--fix")
-    assert (code, path.read_bytes()) == (1, f"// mine\r\n{BAD.replace('4', '3')}".encode())
-    assert out.endswith("Fixed 1 finding. 1 finding in 1 file: 1 warning.\n")
-    assert lint("--fix", "--unsafe-fixes")[0] == 0
+    assert (code, out) == (0, "Fixed 2 findings. 1 file checked, nothing found.\n")
     assert path.read_bytes() == b'// mine\r\n{"zero_optimization": {"stage": 3}}'
 
 
@@ -287,31 +246,11 @@ def test_fix_keeps_the_permissions_and_the_link(lint: Run) -> None:
     path, link = save(BAD, "other.json"), Path("ds_config.json")
     path.chmod(0o640)
     link.symlink_to(path)
-    assert lint("--fix", "ds_config.json")[0] == 1
+    assert lint("--fix", "ds_config.json")[0] == 0
     assert link.is_symlink()
-    assert path.read_text() == BAD.replace("4", "3")
+    assert path.read_text() == '{"zero_optimization": {"stage": 3}}'
     assert path.stat().st_mode & 0o777 == 0o640
     assert sorted(Path().iterdir()) == [link, path]
-
-
-def test_diff_writes_only_the_difference(lint: Run) -> None:
-    path = save(BAD)
-    code, out, err = lint("--diff", "--unsafe-fixes")
-    assert (code, path.read_text()) == (1, BAD)
-    assert out.splitlines()[:2] == ["--- a/ds_config.json", "+++ b/ds_config.json"]
-    assert '+{"zero_optimization": {"stage": 3}}' in out
-    assert err == "--fix would make 2 corrections in 1 file.\n"
-    patch = subprocess.run(["patch", "-p1"], input=out, text=True, capture_output=True, check=False)
-    assert patch.returncode == 0, patch
-    assert path.read_text() == '{"zero_optimization": {"stage": 3}}'
-    assert lint("--diff") == (0, "", "--fix would make 0 corrections in 0 files.\n")
-
-
-def test_fix_of_standard_input(lint: Run) -> None:
-    code, out, err = lint("--fix", "-", stdin=BAD)
-    assert (code, out) == (1, BAD.replace("4", "3"))
-    assert "DSC101" in err
-    assert lint("--fix", "-", stdin="{}")[:2] == (0, "{}")
 
 
 def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:

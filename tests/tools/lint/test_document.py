@@ -60,16 +60,6 @@ def test_reads_as_hjson_does_and_a_text_with_extensions_is_not_json(text: str) -
     assert strict is None or strict == document.data
 
 
-def check_fixes_of_extensions_keep_the_data(text: str, document: Document) -> None:
-    for extension in document.extensions:
-        if extension.fix is not None:
-            [edit] = extension.fix.edits
-            after = parse(text[: edit.span.start] + edit.text + text[edit.span.end :])
-            assert not after.problems
-            assert exact(after.data) == exact(document.data)
-            assert len(after.extensions) < len(document.extensions)
-
-
 def all_nodes(node: Node) -> list[Node]:
     below = [member.value for member in node.members] + list(node.items)
     return [node, *(found for child in below for found in all_nodes(child))]
@@ -77,11 +67,10 @@ def all_nodes(node: Node) -> list[Node]:
 
 @MANY
 @given(CONFIGS)
-def test_the_text_of_a_span_is_the_value_and_fixes_keep_the_data(text: str) -> None:
+def test_the_text_of_a_span_is_the_value(text: str) -> None:
     document = parse(text)
     assume(document.root is not None and not document.problems)
     assert document.root is not None
-    check_fixes_of_extensions_keep_the_data(text, document)
     for node in all_nodes(document.root):
         found = text[node.span.start : node.span.end]
         # An unquoted string has another meaning if no line ends after it.
@@ -218,13 +207,8 @@ def test_twenty_megabytes_of_braces(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "where a key should be" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("count", [MAX_PROBLEMS - 2, MAX_PROBLEMS, 5000, 10 * MAX_PARTS])
-def test_syntax_errors_are_counted(count: int) -> None:
+@pytest.mark.parametrize("count", [MAX_PROBLEMS - 2, MAX_PROBLEMS, 10 * MAX_PARTS])
+def test_reading_stops_at_many_syntax_errors(count: int) -> None:
     messages = [problem.message for problem in parse('{"a": 1, ' + ":," * count + "}").problems]
-    assert len(messages) <= MAX_PROBLEMS
-    if count <= MAX_PROBLEMS - 2:
-        assert len(messages) == count
-    elif count < MAX_PARTS:
-        assert messages[-1] == f"and {count - MAX_PROBLEMS + 2} more syntax errors"
-    else:
-        assert messages[-2:][0] == f"more than {MAX_PARTS} values and comments"
+    assert len(messages) == min(count, MAX_PROBLEMS)
+    assert (messages[-1] == "more syntax errors") == (count >= MAX_PROBLEMS)

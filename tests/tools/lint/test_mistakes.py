@@ -28,7 +28,7 @@ def test_a_configuration_has_these_findings(case: dict[str, Any]) -> None:
         assert case.get("message", "") in first.message
         assert case.get("remedy", first.remedy) == first.remedy
     if "fixed" in case:
-        fixed = apply(parse(text), lambda one: lint_document(one, context, Selection()), unsafe=True)
+        fixed = apply(parse(text), lambda one: lint_document(one, context, Selection()))
         assert fixed.document.data == case["fixed"]
         assert fixed.document.duplicates == 0
 
@@ -66,30 +66,6 @@ def test_a_plain_value_instead_of_a_section_is_found(path: tuple[str, ...], valu
     assert isinstance(data, dict)
     found = lint_text(json.dumps({"train_batch_size": 8, **data}), context=Context(framework="deepspeed"))
     assert any(one.code in ("DSC018", "DSC120") and one.place.path == path for one in found)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "meant"),
-    [
-        (("zero_optimization", "offload_optimizer"), "cpu", {"device": "cpu"}),
-        (("zero_optimization", "offload_optimizer"), True, {"device": "cpu"}),
-        (("zero_optimization", "offload_param"), "nvme", {"device": "nvme"}),
-        (("zero_optimization",), 2, {"stage": 2}),
-        (("optimizer",), "AdamW", {"type": "AdamW"}),
-        (("scheduler",), "WarmupLR", {"type": "WarmupLR"}),
-        (("fp16",), True, {"enabled": True}),
-        (("bf16",), False, {"enabled": False}),
-    ],
-)
-def test_a_plain_value_is_moved_to_the_key_it_was_meant_for(
-    path: tuple[str, ...], value: object, meant: object
-) -> None:
-    data: object = value
-    for key in reversed(path):
-        data = {key: data}
-    document = parse(json.dumps(data))
-    fixed = apply(document, lambda one: lint_document(one, Context(), Selection(("DSC018",))), unsafe=True)
-    assert fixed.document.get(*path) == meant
 
 
 @pytest.mark.parametrize("section", ["fp16", "bf16", "optimizer", "scheduler", "flops_profiler"])

@@ -10,7 +10,6 @@ import yaml
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.lint.options import FRAMEWORKS
-from deepspeed_compress.tools.lint.runner import lint_text
 from deepspeed_compress.tools.outputs.machine import FORMATS
 
 ROOT = Path(__file__).parents[3]
@@ -56,14 +55,6 @@ def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None
     assert all(f"`{word}`" in PAGE for word in (*FORMATS, *FRAMEWORKS[1:]))
 
 
-def test_comments_that_ignore_a_rule() -> None:
-    texts = [text for name, text in BLOCKS if name in ("json", "hjson") and "noqa" in text]
-    assert len(texts) == 2
-    for text in texts:
-        assert lint_text(text) == []
-        assert lint_text(re.sub("noqa", "none", text)) != []
-
-
 @pytest.mark.parametrize("command", [line.partition("#")[0].split() for line in block("bash").splitlines()])
 def test_the_commands_run(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -83,29 +74,15 @@ def test_the_commands_run(
     assert "0 files" not in capsys.readouterr().out
 
 
-def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hook() -> None:
     [hook] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     used = yaml.safe_load(block("yaml", "repos:"))["repos"][0]["hooks"][0]
     assert used["id"] == hook["id"]
-    monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "ds_config.json": "{}",
-        "ds_zero2.hjson": "",
-        "deepspeed_config_1.json": '{"bf16": {}}',
-        **dict.fromkeys(("zero2.json", "a/zero3.json", "a/stage2.json", "any.json"), '{"zero_optimization": {}}'),
-        "accelerate_config.yaml": "deepspeed_config: {}",
-        "z.yml": "zero_optimization: {}",
-    }.items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text(text)
-    found = sorted(str(path) for path in Path().rglob("*.*"))
-    for name in ("package.json", "zero2/level.json", "stage2.yaml", "deepspeed_results.json", "ds_config.py"):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text('{"name": "x"}')
-    fitting = [str(path) for path in Path().rglob("*") if re.search(hook["files"], str(path))]
-    assert "ds_config.py" not in fitting
-    assert main([*hook["entry"].split()[1:], *fitting, "--output-format", "concise", "--ignore", "ALL"]) == 0
-    assert capsys.readouterr().out == f"{len(found)} files checked, nothing found.\n"
+    assert hook["entry"].split() == ["ds-compress", "lint"]
+    for name in ("ds_config.json", "a/ds_zero2.hjson", "deepspeed_config_1.json", "ds_config.yaml"):
+        assert re.search(hook["files"], name)
+    for name in ("package.json", "ds_configs/level.json", "deepspeed_results.json", "ds_config.py"):
+        assert not re.search(hook["files"], name)
 
 
 def test_the_commands_of_the_workflow_exist() -> None:

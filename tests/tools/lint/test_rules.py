@@ -31,7 +31,7 @@ def test_only_the_rule_itself_finds_its_bad_example_and_nothing_is_found_in_the_
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
 def test_the_fixes_of_a_rule_leave_nothing_for_it_to_find(rule: LintRule) -> None:
     context = Context(**rule.context)
-    fixed = apply(parse(rule.wrong), lambda document: lint_document(document, context, Selection()), unsafe=True)
+    fixed = apply(parse(rule.wrong), lambda document: lint_document(document, context, Selection()))
     offered = any(finding.fix for finding in lint_text(rule.wrong, context=context) if finding.code == rule.code)
     assert offered != any(finding.code == rule.code for finding in fixed.remaining)
 

@@ -39,22 +39,6 @@ def test_ignored_inside_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "codes"),
-    [
-        ("// ds-compress: noqa: DSC4, removed-amp because\n{}", ["DSC001", "DSC201"]),
-        ("{}\n#ds-compress:noqa:DSC4", ["DSC001", "DSC101", "DSC201"]),
-        ('{"//": "ds-compress: noqa: DSC4"}', ["DSC001", "DSC101", "DSC201"]),
-        ("/* ds-compress: noqa */ {}", []),
-        ('{"ds-compress": "noqa: DSC4"}', ["DSC001", "DSC101", "DSC201", "DSC401"]),
-        ('{"my-ds-compress: noqa": 1, "ds-compress: noqad": 1}', ["DSC001", "DSC101", "DSC201", "DSC401"]),
-    ],
-)
-def test_ignored_by_a_comment(text: str, codes: list[str]) -> None:
-    assert chosen(Selection(), text) == codes
-    assert chosen(Selection(("DSC401",)), text) == [code for code in codes if code == "DSC401"]
-
-
-@pytest.mark.parametrize(
     ("code", "nearest"),
     [
         ("DSC999", "DSC9"),

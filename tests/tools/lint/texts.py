@@ -76,7 +76,7 @@ def _syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 def _strict(document: Document, context: Context) -> Iterator[Diagnostic]:
     for extension in document.extensions:
-        yield Diagnostic(at(span=extension.span), f"{extension.kind} is not JSON", write("JSON"), fix=extension.fix)
+        yield Diagnostic(at(span=extension.span), f"{extension.kind} is not JSON", write("JSON"))
 
 
 def _stage(document: Document, context: Context) -> Iterator[Diagnostic]:
@@ -89,8 +89,8 @@ def _stage(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 def _removed(document: Document, context: Context) -> Iterator[Diagnostic]:
     if document.has("amp"):
-        unsafe = fix("Remove amp", remove(document, ("amp",)), safe=False)
-        yield Diagnostic(at_key("amp"), "amp was removed", write("nothing: remove the key"), fix=unsafe)
+        removal = fix("Remove amp", remove(document, ("amp",)))
+        yield Diagnostic(at_key("amp"), "amp was removed", write("nothing: remove the key"), fix=removal)
 
 
 def _batch(document: Document, context: Context) -> Iterator[Diagnostic]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import (
     BUCKETS,
@@ -91,8 +90,7 @@ def hf_fixed_value(document: Document, context: Context) -> Findings:
         value = document.number(*path)
         if value is not None and value > 0:
             what = f"the Trainer stops unless {show(value)} is what it calculates: {meaning}"
-            correction = fix("Write auto", replace(document, path, AUTO), safe=False)
-            yield finding(path, what, '"auto", which takes it from there', correction)
+            yield finding(path, what, '"auto", which takes it from there')
 
 
 @rule("DSC714", "warning")
@@ -187,9 +185,8 @@ def hf_scheduler_replaced(document: Document, context: Context) -> Findings:
     value = document.get("scheduler", "type")
     if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
         what = f"{show(value)} silently replaces the Trainer's lr_scheduler_type"
-        correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
         instead = "nothing: remove the section, and lr_scheduler_type takes effect"
-        yield key_finding(("scheduler",), what, instead, correction)
+        yield key_finding(("scheduler",), what, instead)
 
 
 @rule("DSC720", "warning")
@@ -260,8 +257,7 @@ def lightning_precision_off(document: Document, context: Context) -> Findings:
         off = document.has(half) and truth(document.section(half).get("enabled", False)) is False
         if _reads(context) and off and isinstance(document.get(half), dict):
             what = f'{half} stays off, also with Trainer(precision="{precision}")'
-            correction = fix("Remove the section", remove(document, (half,)), safe=False)
-            yield key_finding((half,), what, "nothing: the Trainer's precision then takes effect", correction)
+            yield key_finding((half,), what, "nothing: the Trainer's precision then takes effect")
 
 
 @rule("DSC743", "info")

@@ -60,7 +60,8 @@ def removed_feature(document: Document, context: Context) -> Findings:
     for path, instead in _REMOVED.items():
         if document.has(*path):
             what = f'"{path[-1]}" was removed from DeepSpeed, which refuses it even if it is disabled'
-            correction = fix(f'Remove "{path[-1]}"', remove(document, path), safe=_off(document.get(*path)))
+            removal = remove(document, path) if _off(document.get(*path)) else ()
+            correction = fix(f'Remove "{path[-1]}"', removal)
             yield key_finding(path, what, instead, correction)
 
 

@@ -3,7 +3,7 @@
 from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, key_finding, renamed, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, key_finding, rule
 from deepspeed_compress.tools.lint.values import name
 
 _SAME_AS = {
@@ -47,9 +47,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Findings:
             yield key_finding(path, f'"{key}" is not a key of {_title(section.path)}', _SAME_AS[key])
         elif meant := closest(key, names):
             what = f'"{key}" is not a key of {_title(section.path)} (did you mean "{meant}"?)'
-            # Another program's section may have a name like that of ours.
-            correction = renamed(document, path, meant) if meant != OUR_SECTION else None
-            yield key_finding(path, what, f'"{meant}", if you meant that', correction)
+            yield key_finding(path, what, f'"{meant}", if you meant that')
         else:
             strange.setdefault(section.path, []).append(key)
     for where, keys in strange.items():
@@ -88,8 +86,7 @@ def _ours(document: Document, path: Path) -> Diagnostic | None:
     else:
         return None
     what = f'"{path[-1]}" is not read here, and compresses nothing'
-    correction = renamed(document, path, OUR_SECTION) if path[:-1] == place[:-1] else None
-    return key_finding(path, what, f"it as {name(place)}", correction)
+    return key_finding(path, what, f"it as {name(place)}")
 
 
 def _is_part(value: object) -> bool:

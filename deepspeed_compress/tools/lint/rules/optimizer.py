@@ -55,7 +55,7 @@ def unknown_optimizer(document: Document, context: Context) -> Findings:
     if value is not None and not removed and known_optimizer(document) is None:
         names = {name: None for name in keys().optimizers if "+" not in name}
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
-        yield unknown_word(document, _TYPE, names, what, '"AdamW"')
+        yield unknown_word(document.string(*_TYPE), _TYPE, names, what, '"AdamW"')
 
 
 @rule("DSC503", "warning")
@@ -89,7 +89,7 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     for key in document.params("optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
-            yield unknown_parameter(document, (*_PARAMS, key), names, what)
+            yield unknown_parameter((*_PARAMS, key), names, what)
 
 
 @rule("DSC510", "warning")
@@ -146,11 +146,9 @@ def max_grad_norm_in_params(document: Document, context: Context) -> Findings:
     """
     path = (*_PARAMS, "max_grad_norm")
     if document.has(*path):
-        clips = document.has("gradient_clipping")
-        correction = fix("Use gradient_clipping", remove(document, path), safe=False) if clips else None
         value = show(document.get(*path))
         what = f"{value} is refused here (allowed: as gradient_clipping, outside of the optimizer)"
-        yield key_finding(path, what, f'"gradient_clipping": {value} in the outermost object', correction)
+        yield key_finding(path, what, f'"gradient_clipping": {value} in the outermost object')
 
 
 @rule("DSC504", "error")

@@ -3,16 +3,12 @@
 `config` imports pydantic, which takes a third of the linter's time, so it is imported only for files with the section.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.fixes import fix, rename
-from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, Findings, finding, hugging_face, key_finding, rule
-from deepspeed_compress.tools.lint.values import show
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig
@@ -40,17 +36,7 @@ def compress_invalid(document: Document, context: Context) -> Findings:
         "deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}
     Proof: raises ConfigError
     """
-    for problem in _problems("section", document, context):
-        yield replace(problem, fix=_correction(document, problem))
-
-
-def _correction(document: Document, problem: Diagnostic) -> Fix | None:
-    """Return the fix of a misspelled key or value. It is a guess that the user has to confirm."""
-    path, meant = problem.place.path, problem.meant
-    if meant is None or (problem.place.on == "key" and document.has(*path[:-1], meant)):
-        return None
-    edits = rename(document, path, str(meant)) if problem.place.on == "key" else put(document, path, meant)
-    return fix(f"Write {show(meant)}", edits, safe=False)
+    yield from _problems("section", document, context)
 
 
 @rule("DSC901", "error")

@@ -42,7 +42,7 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
     # Our own section's rules compare its stages with ZeRO.
     if document.has("pipeline") and document.stage in (2, 3) and not hugging_face(context):
         what = f"stage {document.stage} does not work with pipelines (allowed: 0, 1)"
-        yield corrected(document, (ZERO, "stage"), what, 1, "Write stage 1", safe=False)
+        yield finding((ZERO, "stage"), what, "1")
 
 
 @rule("DSC601", "warning")
@@ -274,7 +274,7 @@ def tensor_partition_type(document: Document, context: Context) -> Findings:
         value = document.get(*path, default="column")
         if not isinstance(value, str) or value.lower() not in _PARTITION_TYPES:
             what = f"{show(value)} is not a way to divide a layer (allowed: {listed(tuple(_PARTITION_TYPES))})"
-            yield unknown_word(document, path, _PARTITION_TYPES, what, '"column", "row" or "skip"')
+            yield unknown_word(document.string(*path), path, _PARTITION_TYPES, what, '"column", "row" or "skip"')
 
 
 @rule("DSC629", "warning")
@@ -298,4 +298,4 @@ def tensor_partition_key_ignored(document: Document, context: Context) -> Findin
         for key in document.section(*holder):
             if key not in names:
                 what = f'"{key}" is not a key of {name(holder)}, and has no effect'
-                yield unknown_parameter(document, (*holder, key), names, what)
+                yield unknown_parameter((*holder, key), names, what)

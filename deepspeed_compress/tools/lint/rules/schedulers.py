@@ -51,7 +51,7 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
     value = document.get(*_TYPE)
     if value is not None and not _runs(document):
         what = f"{show(value)} is neither a scheduler of DeepSpeed nor of torch"
-        yield unknown_word(document, _TYPE, keys().schedulers, what, '"WarmupLR"')
+        yield unknown_word(document.string(*_TYPE), _TYPE, keys().schedulers, what, '"WarmupLR"')
 
 
 @rule("DSC522", "error")
@@ -86,7 +86,7 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     for key in document.params("scheduler") if known else ():
         if key not in known:
             what = f'"{key}" is not a parameter of {scheduler_name(document)}'
-            yield unknown_parameter(document, (*PARAMS, key), known, what)
+            yield unknown_parameter((*PARAMS, key), known, what)
 
 
 @rule("DSC524", "error")

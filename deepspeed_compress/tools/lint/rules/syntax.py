@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Span, at, at_key, write
-from deepspeed_compress.tools.lint.document import Document, Extension, Member, Node
+from deepspeed_compress.diagnostics import Diagnostic, Path, Span, at, at_key, write
+from deepspeed_compress.tools.lint.document import Document, Member, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove, touches, unquoted
 from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, rule
@@ -103,13 +103,7 @@ def hjson_only_syntax(document: Document, context: Context) -> Findings:
         words = _NAMES.get(kind, f"a {kind.replace('-', ' ')}".replace("a un", "an un"))
         words += f", {len(found)} times," if len(found) > 1 else ""
         what = f"{words} is HJSON, which DeepSpeed reads and {reader} refuses (allowed: JSON)"
-        yield Diagnostic(at(span=found[0].span), what, write("JSON"), fix=_as_json(found))
-
-
-def _as_json(extensions: Sequence[Extension]) -> Fix | None:
-    """Return a fix with all extensions that can be written as JSON without losing anything, or None."""
-    fixes = [extension.fix for extension in extensions if extension.fix is not None]
-    return fix(fixes[0].title, *(one.edits for one in fixes)) if fixes else None
+        yield Diagnostic(at(span=found[0].span), what, write("JSON"))
 
 
 @rule("DSC005", "warning")

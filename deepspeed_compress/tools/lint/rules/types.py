@@ -221,10 +221,7 @@ def not_a_section(document: Document, context: Context) -> Findings:
     for path, member in (*_plain_values(document), *_automatic_sections(document, context)):
         if (path, member.value.kind) not in _ACCEPTED and path not in _NEVER_READ:
             what = f"{show(member.value.value)} is not an object (allowed: an object)"
-            meant = _in_full(path, member.value.value)
-            instead = f'{{}} for the defaults, or leave "{path[-1]}" out' if meant is None else show(meant)
-            correction = None if meant is None else fix("Write an object", replace(document, path, meant), safe=False)
-            yield finding(path, what, instead, correction)
+            yield finding(path, what, f'{{}} for the defaults, or leave "{path[-1]}" out')
 
 
 _ACCEPTED: frozenset[tuple[Path, str]] = frozenset(
@@ -240,14 +237,6 @@ _ACCEPTED: frozenset[tuple[Path, str]] = frozenset(
 )
 """Sections for which DeepSpeed accepts a plain value, with the kind of that value."""
 _NEVER_READ: frozenset[Path] = frozenset({("inference",), ("msamp",)})
-_MEANT_KEYS = {
-    ZERO: "stage",
-    "optimizer": "type",
-    "scheduler": "type",
-    "offload_optimizer": "device",
-    "offload_param": "device",
-}
-"""Keys that a plain value in place of a section is probably meant for, by section."""
 
 
 def _plain_values(document: Document) -> Iterator[tuple[Path, Member]]:
@@ -263,13 +252,3 @@ def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[
         for path, key, member in known_values(document, strict=False):
             if key.kinds == ("object",) and means_auto(member.value.value) and path in keys().sections:
                 yield path, member
-
-
-def _in_full(path: Path, value: object) -> dict[str, object] | None:
-    """Return the section that a plain value probably stands for, or None."""
-    key = _MEANT_KEYS.get(str(path[-1]))
-    if isinstance(value, bool):
-        has_switch = any(section.path == path and "enabled" in section.keys for section in keys().sections.values())
-        return {"enabled": value} if has_switch else {"device": "cpu"} if key == "device" and value else None
-    plain = isinstance(value, str | int) and not means_auto(value)
-    return {key: value} if key is not None and plain else None
