@@ -1,6 +1,6 @@
 """A configuration as DeepSpeed reads it, with the place of every key and value in its text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -150,11 +150,6 @@ class Document:
         holder = self.node(*above)
         return holder.by_key.get(key) if holder is not None and isinstance(key, str) else None
 
-    def walk(self) -> Iterator[tuple[Path, Member]]:
-        """Yield every key of every object with its path, including duplicates, in the order of the text."""
-        if self.root is not None:
-            yield from _walk(self.root, ())
-
     @property
     def duplicates(self) -> int:
         """Return the number of keys that repeat an earlier key of the same object."""
@@ -258,11 +253,3 @@ def _child(node: Node, part: str | int) -> Node | None:
 def _duplicates(node: Node) -> int:
     inside = (*(member.value for member in node.members), *node.items)
     return len(node.members) - len(node.by_key) + sum(map(_duplicates, inside))
-
-
-def _walk(node: Node, path: Path) -> Iterator[tuple[Path, Member]]:
-    for member in node.members:
-        yield (*path, member.key), member
-        yield from _walk(member.value, (*path, member.key))
-    for index, item in enumerate(node.items):
-        yield from _walk(item, (*path, index))

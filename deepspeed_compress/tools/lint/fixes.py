@@ -6,7 +6,7 @@ would have to change, such as text after an unquoted string; `fix` then returns 
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -148,12 +148,6 @@ def _is_sound(before: Document, after: Document) -> bool:
     Two fixes may each be right, yet rename two keys to the same one if both are applied.
     """
     return len(after.problems) <= len(before.problems) and after.duplicates <= before.duplicates
-
-
-def touches(one: Span, others: Sequence[Span]) -> bool:
-    """Return True if `one` touches any of `others`, which are in the order of the text and do not overlap."""
-    first = bisect_left(others, one.start, key=lambda span: span.end)
-    return first < len(others) and others[first].start <= one.end
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:

@@ -10,7 +10,6 @@ from deepspeed_compress.tools.lint.keys import closest
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.rules.accelerate import SECTION
-from deepspeed_compress.tools.lint.rules.syntax import placeholders, without_placeholders
 from deepspeed_compress.tools.lint.scanner import parse
 
 ALL = "ALL"
@@ -83,7 +82,7 @@ def lint_document(
     document: Document, context: Context, selection: Selection, rules: Sequence[LintRule] = RULES
 ) -> list[Diagnostic]:
     """Return the findings of `rules` in `document`, in the order of its lines."""
-    lines, spans = LineIndex(document.text), placeholders(document)
+    lines = LineIndex(document.text)
     has_settings = document.readable and not document.has(SECTION)
     chosen = (rule for rule in rules if has_settings or rule.code.startswith(_ALWAYS))
     found = [
@@ -94,7 +93,7 @@ def lint_document(
             fix=one.fix if document.fixable else None,
         )
         for rule in selection.choose(chosen, document)
-        for one in without_placeholders(document, spans, rule.code, _check(rule, document, context))
+        for one in _check(rule, document, context)
     ]
     return sorted(found, key=lambda one: (one.place.region.start, one.code))
 

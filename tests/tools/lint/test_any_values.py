@@ -13,6 +13,7 @@ from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document
 from deepspeed_compress.tools.lint.scanner import parse
 from tests.support.properties import properties
+from tests.tools.lint.texts import walk
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**62, -(2**63) + 1, 0.5, 1e308, -1e-308, "", "auto", "true", "1e400", "9" * 30),
@@ -48,7 +49,7 @@ contexts = st.builds(
 
 
 def places(document: Document) -> list[Path]:
-    return [path for path, _ in document.walk()]
+    return [path for path, _ in walk(document.root)]
 
 
 def shake(document: Document, context: Context) -> None:

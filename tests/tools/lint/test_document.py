@@ -14,7 +14,7 @@ from deepspeed_compress.diagnostics import Place, at
 from deepspeed_compress.tools.lint.document import Document, Node
 from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PARTS, MAX_PROBLEMS, parse
 from tests.support.properties import properties
-from tests.tools.lint.texts import CONFIGS, NOISE, broken
+from tests.tools.lint.texts import CONFIGS, NOISE, broken, walk
 
 SAMPLED = pytest.mark.sampled(10)
 
@@ -75,7 +75,7 @@ def test_the_text_of_a_span_is_the_value(text: str) -> None:
         found = text[node.span.start : node.span.end]
         # An unquoted string has another meaning if no line ends after it.
         assert found == node.value or exact(theirs(f"{{a: {found}\n}}")) == exact({"a": node.value})
-    for _, member in document.walk():
+    for _, member in walk(document.root):
         key = text[member.key_span.start : member.key_span.end]
         assert theirs(f"{{{key}: 1}}") == {member.key: 1}
 
@@ -103,7 +103,7 @@ def test_lookups() -> None:
     assert document.locate(at(span=member.key_span)).start == (3, 11)
     assert document.member("a", "x") is None
     assert document.member() is None
-    assert [path for path, _ in document.walk()] == [("a",), ("a", "b"), ("a", "b", 1, "c"), ("d",), ("d",)]
+    assert [path for path, _ in walk(document.root)] == [("a",), ("a", "b"), ("a", "b", 1, "c"), ("d",), ("d",)]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from deepspeed_compress.diagnostics import Diagnostic, Severity, at, at_key, write
-from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.diagnostics import Diagnostic, Path, Severity, at, at_key, write
+from deepspeed_compress.tools.lint.document import Document, Member, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove, replace
 from deepspeed_compress.tools.lint.rule import Check, Context, LintRule, Proof
 
@@ -52,6 +52,15 @@ def broken(draw: st.DrawFn) -> str:
 
 
 NOISE = st.lists(st.sampled_from(PIECES), max_size=16).map("".join)
+
+
+def walk(node: Node | None, path: Path = ()) -> Iterator[tuple[Path, Member]]:
+    """Yield every key of every object with its path, including duplicates, in the order of the text."""
+    for member in () if node is None else node.members:
+        yield (*path, member.key), member
+        yield from walk(member.value, (*path, member.key))
+    for index, item in enumerate(() if node is None else node.items):
+        yield from walk(item, (*path, index))
 
 
 def rule(code: str, name: str, check: Check, severity: Severity = "error") -> LintRule:

@@ -1,18 +1,11 @@
-"""Rules on syntax that cannot be read, or that only some programs can read, and on templates.
-
-A script replaces the placeholders in a template by values before DeepSpeed reads the file.
-"""
+"""Rules on syntax that cannot be read, or that only some programs can read."""
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import cache
 
-from deepspeed_compress.diagnostics import Diagnostic, Path, Span, at, at_key, write
-from deepspeed_compress.tools.lint.document import Document, Member, Node
-from deepspeed_compress.tools.lint.fixes import fix, remove, touches, unquoted
-from deepspeed_compress.tools.lint.keys import keys
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
+from deepspeed_compress.tools.lint.document import Document, Node
+from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, rule
-from deepspeed_compress.tools.lint.rules.accelerate import SECTION
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -153,97 +146,3 @@ def _meant(text: str) -> str:
     """Return what to write instead of an unquoted string that includes the end of its line."""
     word = _END_OF_VALUE.split(text, maxsplit=1)[0].strip()
     return _LITERALS.get(word, f'"{word}" in quotes')
-
-
-@rule("DSC006", "info")
-def template(document: Document, context: Context) -> Findings:
-    """The file is a template, in which a script fills in values.
-
-    Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. A template has one such finding. Lint the file
-    that the script writes for a complete check.
-
-    Wrong:
-        {"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}
-    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 0}}
-    Proof: raises Input should be
-    """
-    found = placeholders(document)
-    if found:
-        first = shown(document, found[0])
-        many = f"{first} and {len(found) - 1} more stand" if len(found) > 1 else f"{first} stands"
-        what = f"{many} for a value that a script fills in, and whatever depends on it is not checked"
-        yield Diagnostic(at(span=found[0]), what, write("values, or lint the file that the script makes"))
-
-
-TEMPLATE = "DSC006"
-
-# The length is limited, because the search starts again at every brace.
-_MARKED = re.compile(
-    r"\{\{[^{}\n]{0,99}\}\}|\{%[^%\n]{0,99}%\}|\$\{[^{}\n]{0,99}\}|\$[A-Za-z_]\w*"
-    r"|<[A-Za-z_][\w -]{0,99}>|@[A-Z_]{1,99}@|%\([A-Za-z_]\w{0,99}\)[sdf]"
-    r"|(?:(?<=[:\[,])|(?<=[:\[,] ))\{[A-Za-z_]\w{0,99}\}"
-)
-_NEAR = 1000
-"""Characters of a long line to search around an error."""
-_NAMED = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-_BARE = re.compile(r"[A-Z][A-Z0-9_]{2,}|[A-Z]\w*_\w+")
-_WORDS = frozenset({"TRUE", "FALSE", "NULL", "NONE", "NAN", "AUTO"})
-
-
-def placeholders(document: Document) -> list[Span]:
-    """Return the placeholders in `document`: STAGE without quotes, "ZERO_STAGE", ${stage}, {{ stage }} or <stage>."""
-    return sorted({*_values(document), *_unread(document)}, key=lambda span: (span.start, span.end))
-
-
-def without_placeholders(
-    document: Document, spans: Sequence[Span], code: str, found: list[Diagnostic]
-) -> list[Diagnostic]:
-    """Return the findings of the rule `code`, without those that regard a placeholder in `spans` as a value.
-
-    Returns nothing if placeholders may be the cause of syntax errors, because without quotes they extend to the end of
-    their line.
-    """
-    if not spans or code == TEMPLATE:
-        return found
-    return [] if document.problems else [one for one in found if not touches(document.span_of(one.place), spans)]
-
-
-def shown(document: Document, span: Span) -> str:
-    """Return the placeholder at `span`, without other text that an unquoted one extends over."""
-    line = document.text[span.start : span.start + _NEAR].split("\n", 1)[0]
-    marked = _MARKED.search(line)
-    return marked[0] if marked else document.text[span.start : span.end].strip(' ,"')
-
-
-def _values(document: Document) -> Iterator[Span]:
-    for _, member in document.walk():
-        if member.value.kind == "string" and _stands_for_another(document, member):
-            yield member.value.span
-
-
-def _stands_for_another(document: Document, member: Member) -> bool:
-    text = member.value.value.strip().removesuffix(",")
-    bare = unquoted(document.text, member.value)
-    if (_MARKED.match if bare else _MARKED.fullmatch)(text):
-        return True
-    if document.has(SECTION):
-        return False  # Accelerate has words such as MULTI_GPU
-    named = (_BARE if bare else _NAMED).fullmatch(text)
-    return named is not None and text not in _WORDS and member.key not in _texts()
-
-
-@cache
-def _texts() -> frozenset[str]:
-    """Return the keys whose values may be arbitrary text."""
-    known = [item for section in keys().sections.values() for item in section.keys.items()]
-    return frozenset(name for name, key in known if not key.kinds or "string" in key.kinds)
-
-
-def _unread(document: Document) -> Iterator[Span]:
-    """Yield the placeholders that are syntax errors."""
-    for problem in document.problems:
-        span = document.span_of(problem.place)
-        before = document.text[max(span.start - _NEAR, 0) : span.start].rpartition("\n")[2]
-        behind = document.text[span.start : span.start + _NEAR].partition("\n")[0]
-        if _MARKED.search(before + behind):
-            yield span
