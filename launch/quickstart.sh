@@ -113,7 +113,7 @@ export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 HF_HUB_OFFLI
 # The first start compiles two extensions. A killed build leaves a lock, for which all later builds would wait.
 TORCH_EXTENSIONS_DIR=$(cd "$venv" && pwd)/torch_extensions
 export TORCH_EXTENSIONS_DIR
-python -m deepspeed_compress.backends.deepspeed.builds --clear-locks
+rm -f "$TORCH_EXTENSIONS_DIR"/*/lock
 
 say "corpus"
 python -m deepspeed_compress.training.data data/shakespeare

@@ -103,7 +103,6 @@ TABLE = {
         "compression config errors model_families monitor session",
         "torch deepspeed",
     ),
-    "backends.deepspeed.builds": allow("errors"),
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
@@ -174,7 +173,7 @@ TABLE = {
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.builds backends.deepspeed.units errors models monitor program_warnings "
+        "config backends.deepspeed.units errors models monitor program_warnings "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
         "torch deepspeed numpy transformers",
         lazily="__init__",
@@ -227,16 +226,14 @@ TABLE = {
     "tools.outputs": allow("diagnostics"),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.tables": allow("", "rich"),
-    "tools.run": allow(
-        "backends.deepspeed.builds config errors integrations.install integrations.launch launcher transport"
-    ),
+    "tools.run": allow("config errors integrations.install integrations.launch launcher transport"),
     "tools.schema": allow("config tools.lint"),
     "tools.services": allow(
         "config errors local_sgd.coordinator tools.tables transport",
         lazily="local_sgd.parameter_server rollout",
     ),
     "tools.lint": allow(
-        "__init__ config diagnostics errors model_families safe_files tools.arguments tools.outputs",
+        "config diagnostics errors model_families safe_files tools.arguments tools.outputs",
         "yaml",
         lazily="hjson pydantic",
     ),
@@ -265,12 +262,12 @@ TABLE = {
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
     "tools.doctor": allow(
-        "choice_names config diagnostics errors monitor tools.outputs tools.plan_job tools.run_directory",
+        "choice_names config diagnostics errors monitor tools.outputs tools.run_directory",
         "pydantic rich",
     ),
     "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables"),
     "tools.tune": allow(
-        "config backends.deepspeed.builds errors tools.bench.hosts safe_files tools.run_directory tools.tables",
+        "config errors tools.bench.hosts safe_files tools.run_directory tools.tables",
         "rich",
         lazily="integrations",
     ),

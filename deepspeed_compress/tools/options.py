@@ -16,7 +16,6 @@ from deepspeed_compress.tools.arguments import (
 from deepspeed_compress.tools.bench.options import emulation
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
-CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed operators have left; otherwise programs wait for them"
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +237,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     what = "launcher that starts the processes (default: deepspeed); with none, the script runs in this process"
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
     _add_agent_arguments(parser.add_argument_group("restarts of lost ranks and hosts, in place of a launcher"))
-    parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
     what = "start even if the section of a DeepSpeed configuration seems misspelled, so that nothing is compressed"
     parser.add_argument("--allow-uncompressed", action="store_true", help=what)
     section = "file with the section, for programs that use DistributedDataParallel or fully_shard without DeepSpeed"
@@ -297,7 +295,6 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     what = "optimizer steps of a trial in the first rung; each further rung has three times as many (default: 30)"
     parser.add_argument("--steps", type=integer_from(10), default=30, metavar="N", help=what)
     parser.add_argument("--rungs", type=integer_from(1), default=3, metavar="N", help="number of rungs (default: 3)")
-    parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
     what = "launcher that starts the processes (default: deepspeed); with none, the script runs in one process"
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help=what)
     what = "options of the launcher, then SCRIPT and its arguments, one of which is the file of --config"

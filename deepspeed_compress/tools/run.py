@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.config.numbers import seconds
 from deepspeed_compress.errors import ConfigError
@@ -59,7 +58,6 @@ def run(options: argparse.Namespace) -> int:
     check_configurations(arguments, options.allow_uncompressed)
     for text in find_uncompressed(arguments):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
-    print_locks(options.clear_locks)
     return _run_agent(options, command) if agent else _exec(command)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.launcher.heartbeat import RESUME
@@ -31,7 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     """Train, and return the exit status: 0, or 2 after one line on stderr if the user has to correct something."""
     options = parse_options(argv)
     hide_foreign_warnings()
-    print_locks(options.clear_locks)
     ranks = start_ranks(options.local_rank)
     status = 0
     try:

@@ -49,7 +49,6 @@ class Options:
     log_every: int
     export: Path | None
     resume: bool
-    clear_locks: bool
     local_rank: int
 
 
@@ -114,8 +113,6 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--export", type=Path, metavar="DIR", help=what)
     what = "resume from the newest checkpoint in OUTPUT_DIR, or start at step 0 if there is none"
     group.add_argument("--resume", action="store_true", help=what)
-    what = "remove locks that killed builds of DeepSpeed operators have left; otherwise this program waits for them"
-    group.add_argument("--clear-locks", action="store_true", help=what)
 
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:

@@ -13,7 +13,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_compress.backends.deepspeed import division, seams
 from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
-from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
 from deepspeed_compress.backends.deepspeed.division import (
     check_division,
     divide_call,
@@ -94,7 +93,6 @@ def _initialize(
     if getattr(call.get("args"), "deepspeed_config", None) is not None:
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
-    warn_of_abandoned_locks()
     training_data = call.get("training_data")
     unit, call = _divided(config, call)
     balanced = config.ownership == "balanced"

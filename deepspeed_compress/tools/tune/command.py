@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.config.numbers import change, finite, shown
 from deepspeed_compress.config.problems import value_at
@@ -185,7 +184,6 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: The files or the command are wrong. Raised before any trial starts.
     """
     options.arguments = options.arguments[1:]  # drop the "--" of the command line
-    print_locks(options.clear_locks)
     console = new_console()
     ds_config = read_ds_config(options.config)
     if SECTION in ds_config:
