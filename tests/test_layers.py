@@ -246,7 +246,7 @@ TABLE = {
     "tools.plan_measure": allow(
         "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
     ),
-    "tools.run_directory": allow("config errors monitor safe_files tools.outputs"),
+    "tools.run_directory": allow("config errors monitor safe_files tools.outputs", "pydantic"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
     ),

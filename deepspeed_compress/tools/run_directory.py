@@ -7,14 +7,15 @@ not, so only their order is known. Contents may have been edited, cut off or dam
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
@@ -23,100 +24,102 @@ from deepspeed_compress.monitor.journal import CONFIGURATION, EVENTS, Part
 from deepspeed_compress.safe_files import LARGEST_TEXT, open_regular
 from deepspeed_compress.tools.outputs.report import printable
 
-Check = Callable[[dict[str, Any]], str]
-"""Function that returns what is wrong with the object on a line, or ""."""
-Field = tuple[str, Callable[[Any], bool]]
-"""Description of what is allowed, and the predicate that checks it."""
 LARGEST = 1e100
 """Largest magnitude of a number. Sums of squares of larger ones would overflow."""
 _SHOWN = 60
 
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Count = Annotated[int, Field(gt=-(2**53), lt=2**53)]
+Step = Annotated[int, Field(ge=0, lt=2**53)]
 
-def is_number(value: Any) -> bool:
+
+class _Record(BaseModel):
+    """Fields that are read of an object in a file of a run, without conversion. Others may be anything."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Part(_Record):
+    id: str
+    started: str
+    since: Count
+
+
+class _Line(_Record):
+    """Line of a .jsonl file."""
+
+    step: Step
+    run: _Part | None = None
+
+
+class Figures(_Line):
+    """Line of metrics.jsonl or rollout.jsonl: all other fields are numbers."""
+
+    __pydantic_extra__: dict[str, Number | None]
+
+
+class Statistic(Figures):
+    """Line of compression.jsonl."""
+
+    method: str | None = None
+    settings: str | None = None
+
+
+class Happening(_Line):
+    """Line of events.jsonl."""
+
+    kind: str
+    reason: str | None = None
+    before: str | None = None
+    after: str | None = None
+    evidence: dict[str, Number | None] | None = None
+    island: Count | None = None
+    dry_run: bool | None = None
+
+
+class Summary(_Record):
+    """Content of summary.json."""
+
+    monitor_path: str | None = None
+    run: str | None = None
+    tokens_per_s: Number | None = None
+    parameters: Count | None = None
+    world_size: Count | None = None
+    eval_loss: Number | None = None
+
+
+class TrainerState(_Record):
+    """Content of trainer_state.json."""
+
+    global_step: Count | None = None
+    max_steps: Count | None = None
+    log_history: list[dict[str, Any]] | None = None
+
+
+def _is_number(value: Any) -> bool:
     """Return True for None and for finite numbers of reasonable magnitude."""
     return value is None or (type(value) in (int, float) and abs(value) <= LARGEST)
 
 
-def is_step(value: Any) -> bool:
-    """Return True for an optimizer step."""
-    return type(value) is int and 0 <= value < 2**53
+def _check(kind: type[_Record], value: object, place: str, instead: str) -> dict[str, Any]:
+    """Return `value`, an object of `kind` in a file.
 
-
-def _optional(allowed: str, fits: Callable[[Any], bool]) -> Field:
-    """Return the check of a field that may be None."""
-    return allowed, lambda value: value is None or fits(value)
-
-
-_NUMBER: Field = ("a number", is_number)
-_TEXT = _optional("a string", lambda value: isinstance(value, str))
-_COUNT = _optional("an integer", lambda value: type(value) is int and abs(value) < 2**53)
-_FLAG = _optional("true or false", lambda value: isinstance(value, bool))
-_ANYTHING: Field = ("anything", lambda value: True)
-
-STATISTIC_FIELDS: Mapping[str, Field] = {"method": _TEXT, "settings": _TEXT, "run": _ANYTHING}
-EVENT_FIELDS: Mapping[str, Field] = {
-    "kind": ("a string", lambda value: isinstance(value, str)),
-    "reason": _TEXT,
-    "before": _TEXT,
-    "after": _TEXT,
-    "evidence": _optional(
-        "an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values()))
-    ),
-    "island": _COUNT,
-    "dry_run": _FLAG,
-}
-SUMMARY_FIELDS: Mapping[str, Field] = {
-    "monitor_path": _TEXT,
-    "run": _TEXT,
-    "tokens_per_s": _NUMBER,
-    "parameters": _COUNT,
-    "world_size": _COUNT,
-    "eval_loss": _NUMBER,
-}
-TRAINER_FIELDS: Mapping[str, Field] = {
-    "global_step": _COUNT,
-    "max_steps": _COUNT,
-    "log_history": _optional(
-        "a list of objects", lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value)
-    ),
-}
-
-
-def find_problem(fields: Mapping[str, Field], values: Mapping[str, Any], others: Field = _ANYTHING) -> str:
-    """Return what is wrong with the first of `values` that does not satisfy `fields`, or "".
-
-    `others` is the check of fields that `fields` does not name. A missing field of `fields` counts as None.
+    Raises:
+        DataError: It is not one. The message begins with `place`.
     """
-    missing = ((name, None) for name in fields if name not in values)
-    for name, value in chain(values.items(), missing):
-        allowed, fits = fields.get(name, others)
-        if not fits(value):
-            return f"{name!r} is {repr(value)[:_SHOWN]} (allowed: {allowed})"
-    return ""
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: {type(value).__name__} (allowed: an object); {instead}")
+    try:
+        kind.model_validate(value)
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False)
+        path = ".".join(map(str, first["loc"]))
+        text = f"{path!r} is {repr(first['input'])[:_SHOWN]}: {first['msg']}"
+        raise DataError(f"{place}: {printable(text)}; {instead}") from None
+    return value
 
 
-STATISTIC: Check = partial(find_problem, STATISTIC_FIELDS, others=_NUMBER)
-"""Check of a line of compression.jsonl: figures must be numbers."""
-METRIC: Check = partial(find_problem, MappingProxyType({"run": _ANYTHING}), others=_NUMBER)
-"""Check of a line of metrics.jsonl: figures must be numbers."""
-EVENT: Check = partial(find_problem, EVENT_FIELDS)
-"""Check of a line of events.jsonl."""
-
-
-def _line_problem(line: Any) -> str:
-    """Return what is wrong with `line` as a line of any of these files, or ""."""
-    if not isinstance(line, dict) or not is_step(line.get("step")):
-        return '"step" is missing or invalid (allowed: an object with "step", an integer from 0)'
-    run = line.get("run")
-    if run is None:
-        return ""
-    texts = isinstance(run, dict) and isinstance(run.get("id"), str) and isinstance(run.get("started"), str)
-    if not texts or type(run.get("since")) is not int or abs(run["since"]) >= 2**53:
-        return '"run" is not a part of a run (allowed: an object with "id", "started" and "since")'
-    return ""
-
-
-def read_lines(file: Path, check: Check = lambda line: "") -> list[dict[str, Any]]:
+def read_lines(file: Path, kind: type[_Line] = _Line) -> list[dict[str, Any]]:
     """Return the objects of a .jsonl file, none if there is no file. A last line truncated by a crash is left out.
 
     Raises:
@@ -132,16 +135,14 @@ def read_lines(file: Path, check: Check = lambda line: "") -> list[dict[str, Any
                 break
             shown = printable(text[:_SHOWN].decode("utf-8", "replace"))
             raise DataError(f"{file}:{number}: not JSON ({printable(str(error))}): {shown!r}") from None
-        problem = _line_problem(line) or check(line)
-        if problem:
-            raise DataError(f"{file}:{number}: {printable(problem)}; correct the line, or remove it")
+        checked = _check(kind, line, f"{file}:{number}", "correct the line, or remove it")
         # Thousands of lines have the same keys.
-        lines.append({sys.intern(key): value for key, value in line.items()})
+        lines.append({sys.intern(key): value for key, value in checked.items()})
     return lines
 
 
-def read_object(file: Path, fields: Mapping[str, Field] = MappingProxyType({})) -> dict[str, Any] | None:
-    """Return the object in a JSON file whose `fields` are valid, or None if there is no file.
+def read_object(file: Path, kind: type[_Record] = _Record) -> dict[str, Any] | None:
+    """Return the object of `kind` in a JSON file, or None if there is no file.
 
     Raises:
         DataError: The file is too large, is not a JSON object, or has an invalid field.
@@ -152,12 +153,7 @@ def read_object(file: Path, fields: Mapping[str, Field] = MappingProxyType({})) 
         value = _parse(read_content(file))
     except ValueError as error:
         raise DataError(f"{file}: not JSON ({printable(str(error))}); restore the file, or remove it") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{file}: {type(value).__name__} (allowed: an object); restore the file, or remove it")
-    problem = find_problem(fields, value)
-    if problem:
-        raise DataError(f"{file}: {printable(problem)}; restore the file, or remove it")
-    return value
+    return _check(kind, value, str(file), "restore the file, or remove it")
 
 
 def is_file(path: Path) -> bool:
@@ -246,9 +242,9 @@ class RunDirectory:
         if self.trainer and self.results:
             entries.append({**self.results, "step": self.trainer.get("global_step")})
         return [
-            {key: value for key, value in entry.items() if is_number(value)}
+            {key: value for key, value in entry.items() if _is_number(value)}
             for entry in entries
-            if is_step(entry.get("step"))
+            if type(entry.get("step")) is int and 0 <= entry["step"] < 2**53
         ]
 
 
@@ -258,12 +254,12 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     Raises:
         DataError: A file is damaged. The message names the file and the line.
     """
-    summary = read_object(directory / SUMMARY, SUMMARY_FIELDS)
+    summary = read_object(directory / SUMMARY, Summary)
     named = Path((summary or {}).get("monitor_path") or directory)
     ds_config = config if config is not None else _first_object(directory / CONFIGURATION, named / CONFIGURATION)
     monitor = _monitor([directory, named, *_configured(ds_config)])
-    statistics, events = read_lines(monitor / STATISTICS, STATISTIC), _all_events(monitor)
-    versions = read_lines(monitor / VERSIONS, METRIC)
+    statistics, events = read_lines(monitor / STATISTICS, Statistic), _all_events(monitor)
+    versions = read_lines(monitor / VERSIONS, Figures)
     # Versions may be written before the first step is measured.
     run = (summary or {}).get("run") or _last_run(statistics or versions)
     parts = _parts_of(run, [*statistics, *events, *versions])
@@ -279,14 +275,14 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         read_metrics(directory),
         summary,
         ds_config if ds_config is not None else read_object(monitor / CONFIGURATION),
-        _trainer(directory, _last_possible_step(measured)),
+        _trainer(directory),
         _first_object(*(directory / name for name in RESULTS)),
     )
 
 
 def read_statistics(directory: Path, run: str | None = None) -> Lines:
     """Return all valid lines of compression.jsonl in `directory` that belong to `run`, or else to the last run."""
-    lines = read_lines(directory / STATISTICS, STATISTIC)
+    lines = read_lines(directory / STATISTICS, Statistic)
     run = run or _last_run(lines)
     parts = _parts_of(run, [*lines, *_all_events(directory)])
     return drop_replaced(_valid(lines, parts, run))
@@ -294,13 +290,13 @@ def read_statistics(directory: Path, run: str | None = None) -> Lines:
 
 def read_metrics(directory: Path) -> Lines:
     """Return the valid lines of metrics.jsonl in `directory`."""
-    return drop_replaced(read_lines(directory / METRICS, METRIC), _replaces_figure)
+    return drop_replaced(read_lines(directory / METRICS, Figures), _replaces_figure)
 
 
 def _all_events(directory: Path) -> list[Line]:
     """Return the events of all islands, those of the first island first. Each other island has its own file."""
     files = [directory / EVENTS, *sorted(directory.glob(f"island_*/{EVENTS}"))]
-    return [line for file in files for line in read_lines(file, EVENT)]
+    return [line for file in files for line in read_lines(file, Happening)]
 
 
 def _replaces_step(line: Line, kept: Sequence[Line]) -> bool:
@@ -365,21 +361,10 @@ def _monitor(places: Sequence[Path]) -> Path:
     return next((place for place in places if is_file(place / STATISTICS)), places[0])
 
 
-def _trainer(directory: Path, last_step: float) -> Line | None:
-    """Return Trainer's newest state up to step `last_step`. Older, longer runs may have left checkpoints too."""
-    files = [directory / TRAINER, *directory.glob(f"checkpoint-*/{TRAINER}")]
-    states = [state for file in files if (state := read_object(file, TRAINER_FIELDS))]
-    ours = [state for state in states if (state.get("global_step") or 0) <= last_step]
-    return max(ours, key=lambda state: state.get("global_step") or 0, default=None)
-
-
-def _last_possible_step(measured: Sequence[Line]) -> float:
-    """Return the last step that the run can have made, or infinity if no line states which run it belongs to."""
-    first = _part(measured[0]) if measured else None
-    if first is None:
-        return float("inf")
-    steps = chain([first.since], (line["step"] for line in measured))
-    return float(measured[-1]["step"] + max(after - before for before, after in pairwise(steps)) - 1)
+def _trainer(directory: Path) -> Line | None:
+    """Return Trainer's state that was written last, at the end of the run or with a checkpoint."""
+    files = [file for file in (directory / TRAINER, *directory.glob(f"checkpoint-*/{TRAINER}")) if is_file(file)]
+    return read_object(max(files, key=os.path.getmtime), TrainerState) if files else None
 
 
 def _first_object(*files: Path) -> dict[str, Any] | None:
@@ -393,7 +378,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
     Raises:
         DataError: The run is not finished, or `directory` does not hold a run.
     """
-    summary = read_object(directory / SUMMARY, SUMMARY_FIELDS)
+    summary = read_object(directory / SUMMARY, Summary)
     if summary is None:
         raise DataError(f"{directory}: contains no {SUMMARY}; pass the --output-dir of a finished run")
     return summary

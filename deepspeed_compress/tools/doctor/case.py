@@ -17,10 +17,9 @@ from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import STAGE
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS
-from deepspeed_compress.monitor.journal import CONFIGURATION
 from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.rule import Thresholds
-from deepspeed_compress.tools.run_directory import Line, RunDirectory, drop_replaced, is_file, read_directory
+from deepspeed_compress.tools.run_directory import Line, RunDirectory, drop_replaced, read_directory
 
 Points = tuple[tuple[int, float], ...]
 """Optimizer steps with their values. A value is NaN if the loss was not finite."""
@@ -51,8 +50,6 @@ class Run:
     """Milliseconds per step, from metrics.jsonl."""
     summary: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
-    config_file: Path | None = None
-    """File of `config`."""
     section: CompressConfig | None = None
     """Compression section of `config`. None if it has none, or none that this version accepts."""
 
@@ -85,7 +82,7 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
             f"{found.monitor}: holds no {STATISTICS} with measured steps; set monitor.path in the section and train "
             "again, or pass the directory that has this file"
         )
-    return _run(directory, found, config)
+    return _run(directory, found)
 
 
 def _read(directory: Path, config: Path | None = None) -> RunDirectory:
@@ -94,7 +91,7 @@ def _read(directory: Path, config: Path | None = None) -> RunDirectory:
     return read_directory(directory, None if config is None else read_ds_config(config))
 
 
-def _run(directory: Path, found: RunDirectory, config: Path | None = None) -> Run:
+def _run(directory: Path, found: RunDirectory) -> Run:
     # Statistics have losses only with some settings, and never in the first step.
     measured = tuple(dropwhile(lambda line: line.get("loss") is None, found.statistics))
     logged = (found.metrics, "train_loss"), (measured, "loss"), (found.trainer_log, "loss")
@@ -108,7 +105,6 @@ def _run(directory: Path, found: RunDirectory, config: Path | None = None) -> Ru
         tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),
         found.summary,
         found.ds_config,
-        config or next((place for at in (directory, found.monitor) if is_file(place := at / CONFIGURATION)), None),
         _section(found.ds_config),
     )
 
