@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any
 
 from deepspeed_compress import INSTALL_TO_TRAIN, NEEDED_TO_TRAIN, __version__
 from deepspeed_compress.errors import CompressError
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It is 0 for success, 1 for errors, 2 for wrong usage, 130 for Ctrl-C, and 141 if the reader of the output has gone.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    _prepare_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # File names and their contents may hold characters that the encoding of the terminal lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     command = next((command for command in COMMANDS if [command.name] == given[:1]), None)
     options, unknown = _parser(command).parse_known_args(_separated(given, command))
     if unknown:
@@ -69,22 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Exit code that shells use for SIGINT.
         return 130
     return code
-
-
-def _prepare_output() -> None:
-    """Make the streams and the width of the terminal usable, however the command was called."""
-    # Python has None in place of a closed stream. With stderr closed, `print` would write errors to stdout.
-    sys.stdout, sys.stderr = sys.stdout or _null_stream(), sys.stderr or _null_stream()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # File names and their contents may hold characters that the encoding of the terminal lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    if not os.environ.get("COLUMNS", "").strip("0"):
-        # rich would print nothing at a width of 0, which means an unknown width elsewhere.
-        os.environ.pop("COLUMNS", None)
-
-
-def _null_stream() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
 
 
 def _end_output() -> None:

@@ -217,7 +217,7 @@ TABLE = {
     "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),
     "tools": allow(),
     "tools.arguments": allow("tools.bench.links", lazily="config"),
-    "tools.check": allow("config tools.tables"),
+    "tools.check": allow("config"),
     "tools.checkpoint": allow(
         "checkpointing.completeness checkpointing.directory config errors safe_files tools.outputs tools.tables",
         lazily="checkpointing.deepspeed.resharding deepspeed rich torch",

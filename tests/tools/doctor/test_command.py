@@ -96,12 +96,3 @@ def test_page_explains_every_finding(rule: DoctorRule) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert f"\n### {rule.name}\n" in text
     assert f"| [`{rule.name}`](#{rule.name}) |" in text
-
-
-def test_the_report_is_printed_at_a_width_of_0(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """COLUMNS is 0 in some terminals that do not know their width."""
-    monkeypatch.setenv("COLUMNS", "0")
-    assert main(["doctor", str(RUNS / "healthy-default")]) == 0
-    assert "No problems found." in capsys.readouterr().out

@@ -73,22 +73,6 @@ def test_files_in_an_excluded_directory_are_excluded(
     assert names(".", exclude=(pattern,)) == names(tmp_path / "tree" / "deep", exclude=("none",)) == ["ds_config.json"]
 
 
-def test_force_exclude_skips_named_files(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pre-commit names all files that match its pattern."""
-    monkeypatch.chdir(tree)
-    every = [str(path) for path in Path().rglob("*") if path.is_file() and not path.is_symlink()]
-    found = sources(sorted(every), ("ours.json", "venv"), force=True)
-    assert {source.path for source in found} == {
-        ".hidden/ds_config.json",
-        "deep/er.json",
-        "deepspeed_config.hjson",
-        "ds_config.json",
-        "notes.txt",
-        "settings.json",
-        "stage2.yaml",
-    }
-
-
 def test_a_named_file_is_always_read(tree: Path) -> None:
     assert names(tree / "notes.txt", tree / "package.json", tree / "package.json", tree) == [
         "notes.txt",
