@@ -7,7 +7,6 @@ store them transposed.
 
 import argparse
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -20,7 +19,7 @@ from deepspeed_compress.checkpointing.completeness import LATEST_UNIVERSAL, Chec
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError, StateError
-from deepspeed_compress.safe_files import read_text, write_text
+from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.outputs.report import printable
 from deepspeed_compress.tools.tables import WIDTH, print_table
 
@@ -40,18 +39,13 @@ def _found(directory: Path) -> list[Checkpoint]:
 
 
 def list_all(options: argparse.Namespace) -> int:
-    """Print the checkpoints, and the numbers of ranks on which they load. Return the exit code."""
+    """Print the checkpoints. Return the exit code."""
     found, latest = _found(options.directory), CheckpointDirectory(options.directory).latest_tag()
     texts = ("tag", "written", "saved by", "state")
     columns = ("tag", "step", "ranks", "size", *texts[1:])
     rows = [_cells(one, latest) for one in found]
     # Other commands take the tag as an argument, so it must not be wrapped.
     print_table("", columns, rows, texts, least=WIDTH)
-    sizes: dict[str, list[str]] = {}
-    for one in found:
-        sizes.setdefault(_loads_on(one.place), []).append(printable(one.tag))
-    for where, tags in sizes.items():
-        print(f"loads on {where}: {', '.join(tags)}")
     for one in found:
         if one.problem:
             print(f"error: {printable(one.problem)}")
@@ -82,7 +76,7 @@ def verify(options: argparse.Namespace) -> int:
         found = list(find_problems(one.place))
         problems += found
         known = "complete" if one.world is not None or found else "has no digests, so only DeepSpeed can check it"
-        print(f"{printable(one.tag)}: {'damaged' if found else f'{known}; loads on {_loads_on(one.place)}'}")
+        print(f"{printable(one.tag)}: {'damaged' if found else known}")
     for problem in problems:
         print(f"error: {printable(problem)}")
     return int(bool(problems))
@@ -102,29 +96,6 @@ def convert(options: argparse.Namespace) -> int:
     place = convert_to_universal(options.directory, options.tag, options.output, options.tensor, options.workers)
     print(f'{place}: to load it, write "checkpoint": {{"load_universal": true}} into the configuration of the run')
     return 0
-
-
-def _loads_on(place: Path) -> str:
-    """Return the numbers of ranks on which a checkpoint loads, judging by the names of its files and its residuals.
-
-    Replicas are the ranks of one data-parallel group.
-    """
-    if (place / "zero").is_dir():
-        return "any sizes, with load_universal"
-    models = len({file.name.partition("mp_rank_")[2] for file in place.glob("*mp_rank_*_model_states.pt")})
-    parts = f" x {models} (tensor, pipeline)" if models > 1 else ""
-    if any(place.glob("*expert_*_states.pt")) or (place / "offloaded_tensors").is_dir() or _by_node(place):
-        return f"the same number of replicas{parts}"
-    return f"any number of replicas{parts}"
-
-
-def _by_node(place: Path) -> bool:
-    """Return True if the residuals are those of a hierarchy."""
-    try:
-        description = json.loads(read_text(place / "deepspeed_compress_rank_00000.json"))
-        return bool(description["position"]["node_size"] > 1)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 _WEIGHT = "param"

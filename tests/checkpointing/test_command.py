@@ -13,11 +13,10 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     assert shown.count("complete") == 4
     assert shown.count("incomplete") == 1
     assert shown.count("latest") == 1
-    assert "loads on any number of replicas: global_step2, global_step4, global_step6, global_step8" in shown
 
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "global_step6: complete; loads on any number of replicas" in shown
+    assert "global_step6: complete" in shown
     assert "error:" in shown
     assert "global_step8: damaged" in shown
     assert main(["checkpoint", "verify", str(tmp_path), "--tag", "global_step4"]) == 0
@@ -37,7 +36,7 @@ def test_a_tag_is_shown_whole_in_a_narrow_window(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     publish(write(save(tmp_path, 123456)))
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
-    assert "global_step123456 " in capsys.readouterr().out.split("loads on")[0]
+    assert "global_step123456 " in capsys.readouterr().out
 
 
 def test_missing_checkpoints_are_reported(tmp_path, capsys):
