@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,138 +43,40 @@ GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-# A key in these places needs no row of its own if it equals that of `gradients` with the same method.
-COPIES = re.compile(r"(gradients\.(values|factors|overrides\[\](\.values)?|hierarchy\.inside)|weights(\.values)?)\.")
-
-
-@dataclass(frozen=True)
-class Key:
-    """Configuration key with dots.
-
-    `default` is JSON or "required". `method` is that of the object with the key, if it has one.
-    """
-
-    name: str
-    default: str
-    method: str | None
-    type: str
-
-
-def schema_keys(node: dict[str, Any], defs: dict[str, Any], path: str = "", method: str | None = None) -> Iterator[Key]:
-    for name, child in node["properties"].items():
-        if name == "method":
-            continue
-        place, variants = f"{path}.{name}".removeprefix("."), variants_of(child, defs)
-        shape = {key: value for key, value in child.items() if key not in ("default", "description", "title")}
-        yield Key(place, default_of(name, node, variants), method, json.dumps(shape))
-        inside = f"{place}[]" if child.get("type") == "array" else place
-        optional = any("method" not in variant.get("required", ()) for variant in variants.values())
-        for chosen, variant in variants.items():
-            if chosen:
-                yield Key(f"{inside}.method", '"blockwise"' if optional else "required", chosen, "")
-            yield from schema_keys(variant, defs, inside, chosen or method)
-
-
-def variants_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """Return the objects that a value, or an item of it, may be: by method, or one object by None."""
-    for option in (node, *node.get("anyOf", ()), node.get("items", {})):
-        references = option.get("discriminator", {}).get("mapping") or {None: option.get("$ref")}
-        if any(references.values()):
-            return {method: defs[reference.rpartition("/")[2]] for method, reference in references.items()}
-    return {}
-
-
-def default_of(name: str, node: dict[str, Any], variants: dict[str | None, dict[str, Any]]) -> str:
-    """Return the default of `name` as JSON. Defaults of objects leave out keys that have their own default."""
-    default = node["properties"][name].get("default")
-    if name in node.get("required", ()):
-        return "required"
-    if isinstance(default, dict) and variants:
-        variant = variants[default["method"] if None not in variants else None]
-        own = {key: child.get("default") for key, child in variant["properties"].items()}
-        needed = variant.get("required", ())
-        default = {key: value for key, value in default.items() if key in needed or value != own[key]}
-    return json.dumps(default)
-
 
 SCHEMA = json_schema()
-KEYS = set(schema_keys(SCHEMA, SCHEMA["$defs"]))
+MODELS: list[dict[str, Any]] = [SCHEMA, *SCHEMA["$defs"].values()]
 ALL_METHODS = set(SCHEMA["properties"]["gradients"]["discriminator"]["mapping"])
 
 
-@dataclass(frozen=True)
-class Row:
-    """Row of a table of keys. `methods` is None in a table without that column."""
-
-    key: str
-    default: str
-    methods: frozenset[str] | None
-
-
-def rows() -> Iterator[Row]:
-    header: list[str] = []
-    for line in KEY_PAGE.splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        header = cells if cells[:1] == ["key"] else header if cells else []
-        if header and cells[0].startswith("`"):
-            row = dict(zip(header, cells, strict=True))
-            key = row["key"].strip("`")
-            yield Row(key, row["default"].strip("`"), listed_methods(row.get("methods"), key))
+def key_names(node: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield all keys of an object and of those inside of it, with dots."""
+    for name, child in node["properties"].items():
+        place = f"{path}.{name}".removeprefix(".")
+        yield place
+        for inner in set(re.findall(r'"#/\$defs/(\w+)"', json.dumps(child))):
+            yield from key_names(SCHEMA["$defs"][inner], f"{place}[]" if child.get("type") == "array" else place)
 
 
-def listed_methods(cell: str | None, key: str) -> frozenset[str] | None:
-    """Return the methods of "all", "all but `a`, `b`", or "`a`, `b`". "All" are those of the object that has `key`."""
-    if cell is None:
-        return None
-    names = set(re.findall(r"`(\w+)`", cell))
-    place = f"{key.rpartition('.')[0]}.method"
-    every = {found.method or "" for found in KEYS if found.name == place}
-    return frozenset(every - names if cell.startswith("all") else names)
+def test_every_key_of_the_schema_has_a_row_with_its_description() -> None:
+    """Every object is shown once, at its first place."""
+    lines = [line for line in KEY_PAGE.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    shown = sorted((key.strip("`").rpartition(".")[2], meaning) for key, _, _, meaning in cells)
+    keys = [item for model in MODELS for item in model["properties"].items()]
+    assert shown == sorted((key, child["description"].replace("\n", " ")) for key, child in keys)
 
 
-ROWS = list(rows())
-
-
-def copied(name: str) -> set[str]:
-    """Return the keys of `gradients` that `name` may be a copy of."""
-    there = name.replace("islands.exchange.", "gradients.")
-    return {there, COPIES.sub("gradients.", there)}
-
-
-def test_every_key_of_the_schema_is_documented_with_its_default() -> None:
-    documented = {(row.key, row.default) for row in ROWS}
-    shown = {key for key in KEYS if (key.name, key.default) in documented}
-    rest = {key for key in KEYS - shown if not {replace(key, name=name) for name in copied(key.name)} & shown}
-    missing = sorted({(key.name, key.default) for key in rest})
-    assert missing == [], f"tools/schema.py must write a row | `key` | type | default | meaning | for each of {missing}"
-
-
-def test_every_row_matches_the_schema() -> None:
-    known: dict[tuple[str, str], set[str | None]] = {}
-    for key in KEYS:
-        known.setdefault((key.name, key.default), set()).add(key.method)
-    listed: dict[tuple[str, str], list[str]] = {}
-    for row in ROWS:
-        listed.setdefault((row.key, row.default), []).extend(row.methods or ())
-    wrong = {
-        place for place, methods in listed.items() if place not in known or (methods and set(methods) != known[place])
-    }
-    twice = {place for place, methods in listed.items() if len(methods) != len(set(methods))}
-    assert wrong | twice == set(), f"tools/schema.py writes rows that the schema does not have: {sorted(wrong | twice)}"
-
-
-def test_every_row_has_the_description_of_the_schema() -> None:
-    texts = {
-        child["description"].replace("\n", " ")
-        for model in (SCHEMA, *SCHEMA["$defs"].values())
-        for key, child in model["properties"].items()
-        if key != "method"
-    }
-    lines = [line for line in KEY_PAGE.splitlines() if line.startswith("| `") and not line.endswith("| The method. |")]
-    meanings = {
-        re.split(r"(?<!\\)\|", line)[-2].strip().replace("\\|", "|") for line in lines if line.count(" | ") >= 3
-    }
-    assert meanings == texts
+def test_defaults_are_shown_without_what_is_usual_inside() -> None:
+    for row in (
+        "| `gradients` | object: [gradients: none](#gradients-none), ",
+        "| `gradients.bits` | 8, 4, 3, 2 | `8` | Bits per value. |",
+        "| `weights` | object: [weights: none](#weights-none), ",
+        "| `islands.sync_every` | ",
+    ):
+        assert f"\n{row}" in KEY_PAGE
+    assert " | `{}` | Compression of gradients." in KEY_PAGE
+    assert ' | `{"method": "none"}` | Compression of updated weights' in KEY_PAGE
 
 
 def test_every_rule_is_on_its_page_with_its_examples() -> None:
@@ -192,8 +93,9 @@ def test_every_rule_is_on_its_page_with_its_examples() -> None:
 
 @pytest.mark.parametrize("method", sorted(ALL_METHODS))
 def test_every_method_is_documented(method: str) -> None:
-    for text in (METHODS_PAGE.partition("## Bytes")[2].partition("\n## ")[0], KEY_PAGE):
-        assert re.search(rf"^\| [^|]*`{method}`[^|]*\|", text, re.MULTILINE)
+    table = METHODS_PAGE.partition("## Bytes")[2].partition("\n## ")[0]
+    assert re.search(rf"^\| [^|]*`{method}`[^|]*\|", table, re.MULTILINE)
+    assert re.search(rf"^## gradients: .*\b{method}\b", KEY_PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("method", sorted(ALL_METHODS))
@@ -324,7 +226,7 @@ def definitions() -> set[str]:
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
-    return definitions() | {key.name for key in KEYS}
+    return definitions() | set(key_names(SCHEMA))
 
 
 @pytest.mark.parametrize("name", glossary())
