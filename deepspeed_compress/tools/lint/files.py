@@ -44,7 +44,6 @@ class Source:
     document: Document
     framework: Framework | None = None
     world_size: int | None = None
-    from_stdin: bool = False
 
     @property
     def path(self) -> str:
@@ -65,14 +64,14 @@ def sources(arguments: Iterable[str], exclude: Iterable[str] = ()) -> Iterator[S
     for argument in arguments:
         for source in _sources(argument, tuple(exclude)):
             real = os.path.realpath(source.path)
-            if source.from_stdin or real not in seen:
+            if real not in seen:
                 seen.add(real)
                 yield source
 
 
 def _sources(argument: str, exclude: tuple[str, ...]) -> Iterator[Source]:
     if argument == STDIN:
-        yield Source(_document(STDIN, sys.stdin.buffer.read(MAX_BYTES + 1)), from_stdin=True)
+        yield Source(_document(STDIN, sys.stdin.buffer.read(MAX_BYTES + 1)))
     elif os.path.isdir(argument):
         for path in _walk(argument, exclude):
             yield from _read(path, found=True)

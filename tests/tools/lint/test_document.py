@@ -2,14 +2,12 @@
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 import pytest
 from hypothesis import assume, example, given, settings
 
-from deepspeed_compress.cli import main
 from deepspeed_compress.diagnostics import Place, at
 from deepspeed_compress.tools.lint.document import Document, Node
 from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PARTS, MAX_PROBLEMS, parse
@@ -195,16 +193,6 @@ def test_limits_are_reported() -> None:
     assert problems(parse('{"a": ' * MAX_DEPTH + "1" + "}" * MAX_DEPTH)) == []
     assert problems(parse('{"a": ' * (MAX_DEPTH + 1))) == [f"nested more than {MAX_DEPTH} deep"]
     assert problems(parse('{"a": [' + "1," * MAX_PARTS + "1]}")) == [f"more than {MAX_PARTS} values and comments"]
-
-
-def test_twenty_megabytes_of_braces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The limit is several times as long as they take, whatever else runs."""
-    path = tmp_path / "ds_config.json"
-    path.write_text("{" * 20_000_000)
-    start = time.process_time()
-    assert main(["lint", str(path)]) == 1
-    assert time.process_time() - start < 10
-    assert "where a key should be" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [MAX_PROBLEMS - 2, MAX_PROBLEMS, 10 * MAX_PARTS])

@@ -219,13 +219,6 @@ def test_a_finished_trainer_run_is_shown(tmp_path: Path) -> None:
     assert rows["compression ratio of gradients"] == ["15.50"]
 
 
-def test_an_unfinished_trainer_run_shows_its_newest_checkpoint(tmp_path: Path) -> None:
-    """The newest checkpoint has the largest number."""
-    for last in (5, 10):
-        trainer_run(tmp_path / "run", f"checkpoint-{last}", last)
-    assert alone(tmp_path / "run").status == "still running: step 10 of 20"
-
-
 def test_logs_are_preferred_for_the_loss_and_statistics_for_the_gradient_norm(tmp_path: Path) -> None:
     """The statistics have the loss of single steps, and the gradient norm of every step."""
     run, lines = tmp_path / "run", [{"step": step, "loss": 5.0, "grad_norm": 2.0} for step in (1, 2)]
