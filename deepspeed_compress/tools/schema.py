@@ -112,7 +112,8 @@ class _Page:
     def _default(self, child: Node, names: Iterable[str]) -> str:
         default = child.get("default")
         if isinstance(default, dict) and names:
-            meant = next(name for name in names if default.get("method") in (self._methods(name) or [None]))
+            methods = {name: self._methods(name) for name in names}
+            meant = next(name for name in names if not methods[name] or default["method"] in methods[name])
             keys_of, needed = self._defs[meant]["properties"], self._defs[meant].get("required", ())
             default = {
                 key: value for key, value in default.items() if key in needed or value != keys_of[key].get("default")
