@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.candidates import NO_FEEDBACK, reason_against, weight_candidates
+from deepspeed_compress.config.candidates import reason_against, weight_candidates
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.config.models import CompressConfig
-from deepspeed_compress.config.places import CompressedWeights, PowerSGDGradients, TopKWeights, WeightsConfig
+from deepspeed_compress.config.places import CompressedWeights, TopKWeights, WeightsConfig
 from deepspeed_compress.config.problems import (
     Configuration,
     Conflicts,
@@ -149,9 +149,9 @@ def _gradient_candidates(section: CompressConfig) -> Iterator[Diagnostic]:
         reason = reason_against(written, settings)
         if reason is not None:
             yield problem(("adaptive", "candidates", index, "method"), f'"{settings.method}" {reason[0]}', reason[1])
-    if isinstance(written, PowerSGDGradients) and written.error_feedback is None:
-        what = f"null cannot be combined with adaptive: PowerSGD {NO_FEEDBACK[0]}"
-        yield problem(("gradients", "error_feedback"), what, NO_FEEDBACK[1])
+    if written.method == "powersgd":
+        what = 'cannot be combined with gradients.method "powersgd", which cannot alternate with other methods'
+        yield problem(("adaptive",), f"{what} (allowed: another method)", "no adaptive, or another method in gradients")
     if written.method in OWN_MOMENTUM and len(weight_candidates(section, differences=True)) == 1:
         yield problem(("adaptive",), *_nothing_to_choose(written.method))
 

@@ -12,7 +12,7 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text
 from deepspeed_compress.policy.measurement import Choice, Measurement
-from deepspeed_compress.policy.selector import AllowedChoices, CandidateSelector
+from deepspeed_compress.policy.selector import CandidateSelector
 
 WINDOW = 32
 SLOWDOWN = 1.5
@@ -27,14 +27,9 @@ UNMATCHED = "."
 class Adaptation(Decider):
     """The choice in force, which starts with the configured settings. The warm-up of the schedule comes first."""
 
-    def __init__(
-        self,
-        config: CompressConfig,
-        record: Callable[[Event], None],
-        available: AllowedChoices = AllowedChoices(),  # noqa: B008  (frozen)
-    ) -> None:
+    def __init__(self, config: CompressConfig, record: Callable[[Event], None], differences: bool = False) -> None:
         assert config.adaptive is not None
-        self.selector = CandidateSelector(config, available)
+        self.selector = CandidateSelector(config, differences)
         self._record = record
         self._every, self._warmup_steps = config.adaptive.probe_every, config.schedule.warmup_steps
         self._choice = Choice((0,) * (len(self.selector.groups) + 1))

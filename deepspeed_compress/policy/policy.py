@@ -16,7 +16,6 @@ from deepspeed_compress.policy.auto import AutoChoice
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text
 from deepspeed_compress.policy.guard import Guard, warn_of_ended_decisions
 from deepspeed_compress.policy.schedule import SettingsSchedule
-from deepspeed_compress.policy.selector import AllowedChoices
 
 
 class Policy:
@@ -26,18 +25,14 @@ class Policy:
         config: the section.
         total: optimizer steps of training; needed if the schedule has phases.
         record: called with every event.
-        available: the choices that the engine allows, if the section is adaptive.
+        differences: True if weights are sent as differences, so that their settings may be chosen.
     """
 
     def __init__(
-        self,
-        config: CompressConfig,
-        total: int | None,
-        record: Callable[[Event], None],
-        available: AllowedChoices = AllowedChoices(),  # noqa: B008  (frozen)
+        self, config: CompressConfig, total: int | None, record: Callable[[Event], None], differences: bool = False
     ) -> None:
         self._config = config
-        self.adaptation = None if config.adaptive is None else Adaptation(config, record, available)
+        self.adaptation = None if config.adaptive is None else Adaptation(config, record, differences)
         self.auto = None if config.auto is None else AutoChoice(config, record)
         self.guard = None if config.guard is None else Guard(config, record)
         choosers: list[Decider | None] = [SettingsSchedule(config, total), self.adaptation, self.auto]
