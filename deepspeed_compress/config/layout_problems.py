@@ -103,7 +103,7 @@ def ownership(configuration: Configuration) -> Iterator[Diagnostic]:
 
 
 _ZERO = "zero_optimization"
-_OWN_GATHERS: Mapping[str, tuple[int, str]] = {
+OWN_GATHERS: Mapping[str, tuple[int, str]] = {
     "zero_quantized_weights": (False, "ZeRO++ quantizes weights already"),
     "zero_quantized_nontrainable_weights": (False, "ZeRO++ quantizes frozen weights already"),
     "stage3_use_all_reduce_for_fetch_params": (False, "weights that are fetched by an all-reduce cannot be compressed"),
@@ -114,7 +114,7 @@ _OWN_GATHERS: Mapping[str, tuple[int, str]] = {
 
 def gathers_by_itself(ds_config: Mapping[str, Any]) -> bool:
     """Return True if weights cannot be compressed under ZeRO 3, because DeepSpeed gathers them in another way."""
-    return any(_is_on(value_at(ds_config, (_ZERO, key)), off) for key, (off, _) in _OWN_GATHERS.items())
+    return any(_is_on(value_at(ds_config, (_ZERO, key)), off) for key, (off, _) in OWN_GATHERS.items())
 
 
 def _is_on(value: object, off: object) -> bool:
@@ -137,7 +137,7 @@ def features(configuration: Configuration) -> Iterator[Diagnostic]:
     for path, (off, why) in _FEATURES.items():
         yield from _in_use(configuration, path, off, why, show(off))
     if configuration.stage == 3 and configuration.section.weights.method != "none":
-        for key, (off, why) in _OWN_GATHERS.items():
+        for key, (off, why) in OWN_GATHERS.items():
             yield from _in_use(
                 configuration, (_ZERO, key), off, why, f'{show(off)}, or {SECTION}.weights.method "none"'
             )
