@@ -123,27 +123,6 @@ def test_output_that_cannot_be_written_is_an_error() -> None:
     assert (done.returncode, done.stderr) == (2, b"ds-compress: error: [Errno 28] No space left on device\n")
 
 
-def closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a shell that closes `streams`."""
-    command = f"{shlex.join([sys.executable, '-m', 'deepspeed_compress.cli', *arguments])} {streams}"
-    return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("command", ["check", "lint"])
-def test_a_closed_output_is_like_the_null_device(write, command: str) -> None:
-    path = write({}, train_batch_size=8, zero_optimization={"stage": 1})
-    for streams in (">&-", ">&- 2>&-", "<&- >&- 2>&-"):
-        done = closed(streams, command, path)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_notes_for_a_closed_stderr_do_not_go_to_stdout(write) -> None:
-    """The linter tells on stderr how it has detected the framework."""
-    path = write({}, train_batch_size="auto", train_micro_batch_size_per_gpu="auto")
-    assert closed("", "lint", path, "--output-format", "json").stderr.startswith("ds-compress: note: ")
-    assert isinstance(json.loads(closed("2>&-", "lint", path, "--output-format", "json").stdout), list)
-
-
 def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write({"parallelism": {"zero_stage": 2}, "gradients": {"bits": 4}, "seed": 1}, train_batch_size=8)
     assert main(["check", path, "--world-size", "4"]) == 0
