@@ -22,7 +22,6 @@ from deepspeed_compress.config.problems import (
     TENSOR,
     Check,
     Configuration,
-    listed,
     problem,
     raise_problems,
     show,
@@ -215,10 +214,6 @@ def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
     if meant:
         what = f"the section is missing (found {show(meant[0])} instead)"
         return problem((), what, f'"{SECTION}" in the file\'s outermost object, in place of {show(meant[0])}')
-    parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
-    if parts:
-        what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
-        return problem((), what, f'"{SECTION}": {{...}} around them')
     return problem((), "the section is missing", f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
 
 

@@ -221,10 +221,6 @@ def test_any_section_either_parses_or_is_a_config_error(section: object) -> None
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        (
-            {"gradients": {"bits": 4}, "guard": {}},
-            'the file has keys of it at the top level: "gradients", "guard". Write "deepspeed_compress"',
-        ),
         ({"seed": 1, "train_batch_size": 8}, 'the section is missing. Write "deepspeed_compress": {} for the defaults'),
         (
             {"deepspeed_compres": {}, "gradients": {}},
