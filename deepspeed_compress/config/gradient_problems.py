@@ -136,19 +136,6 @@ def uneven_nodes(configuration: Configuration) -> Iterator[Diagnostic]:
         yield problem(("gradients", "hierarchy", "ranks_per_node"), what, 'that number, or "hierarchy": null')
 
 
-def density(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find densities that drop nothing or less than one value."""
-    for path, method in _sparse_places(configuration.section):
-        units = method.choices
-        if method.density == 1:
-            what = "1.0 drops nothing, and may send an index with every value (useful: below 0.5)"
-            yield notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
-        elif units and method.density * units < 1:
-            what = f"{method.density} of a block of {units} is less than one value, but at least one is always sent"
-            allowed = f"(useful: at least {1 / units})"
-            yield notice((*path, "density"), f"{what} {allowed}", "a larger density or larger blocks")
-
-
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
 """Methods that lose most of the gradient without error feedback."""
 

@@ -70,14 +70,12 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
     ),
     # Features of DeepSpeed that cannot be compressed.
     "unsupported": (layout_problems.features, layout_problems.scaler_without_zero),
-    # Settings that are valid, but have no effect or cost more than they gain.
+    # Settings that are valid, but have no effect or diverge.
     "notice": (
-        gradient_problems.density,
         gradient_problems.feedback,
         gradient_problems.overrides,
         policy_problems.idle_policy,
-        service_problems.costly_memory_checkpoints,
-        service_problems.costly_rollout,
+        service_problems.idle_rollout,
     ),
 }
 
