@@ -174,7 +174,7 @@ TABLE = {
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.builds backends.deepspeed.units errors models monitor program_warnings "
+        "config backends.deepspeed.builds backends.deepspeed.units errors models monitor "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
         "torch deepspeed numpy transformers",
         lazily="__init__",
@@ -186,7 +186,7 @@ TABLE = {
         lazily="backends.deepspeed.initialize deepspeed integrations session",
     ),
     "integrations.run": allow(
-        "config errors integrations.install integrations.launch launcher.heartbeat launcher.workers program_warnings",
+        "config errors integrations.install integrations.launch launcher.heartbeat launcher.workers",
         lazily="collectives.exchange",
     ),
     "integrations.inherited": allow("integrations.install"),

@@ -124,13 +124,8 @@ class Adaptation(Decider):
         self._choice = Choice(tuple(gradients), 0 if lost_weights else self.selector.weights.index(weights))
         if lost or lost_weights:
             self._next = min(self._next, self._last + MIN_INTERVAL)
-            what = [f"parameters {', '.join(map(repr, lost))}"] * bool(lost) + ["weights"] * lost_weights
-            warnings.warn(
-                "/deepspeed_compress/adaptive: the checkpoint's choice is no longer among the candidates for "
-                f"{' and '.join(what)}; they use the configured settings until the next measurement",
-                CompressWarning,
-                stacklevel=3,
-            )
+            text = "the checkpoint's choice is no longer among the candidates, so the next measurement makes a new one"
+            warnings.warn(f"/deepspeed_compress/adaptive: {text}", CompressWarning, stacklevel=3)
 
     @property
     def _group_names(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.auto import AutoChoice
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text
-from deepspeed_compress.policy.guard import Guard, warn_of_ended_decisions
+from deepspeed_compress.policy.guard import Guard
 from deepspeed_compress.policy.schedule import SettingsSchedule
 
 
@@ -87,7 +87,6 @@ class Policy:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that `saved` returned; call `begin` afterwards."""
-        warn_of_ended_decisions(self._config, saved)
         for decider in self._deciders:
             decider.load(saved)
         self._plan = self._stand_in(settings_of(saved["settings"]))

@@ -238,7 +238,7 @@ def test_saved_weights_that_are_no_longer_a_candidate_are_replaced_by_the_config
     first = adaptation()
     first._choice = Choice((2,), 3)
     second = adaptation(weights=[{"bits": 8}])
-    with pytest.warns(CompressWarning, match="among the candidates for weights"):
+    with pytest.warns(CompressWarning, match="among the candidates"):
         second.load({"adaptation": {**through_json(first.saved())["adaptation"], "next": 90, "last": 40}})
     assert text_of(second) == "sign, weights blockwise bits=4"
     assert second.due(48)
