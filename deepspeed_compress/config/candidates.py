@@ -85,9 +85,6 @@ def reason_against(written: GradientsConfig, settings: GradientsConfig) -> tuple
     if not isinstance(settings, CompressedGradients) or not isinstance(written, CompressedGradients):
         return None
     if (settings.residuals is None) != (written.residuals is None):
-        what = (
-            "and the method in gradients must both keep residuals or both keep none, or some residuals would never "
-            "be sent"
-        )
+        what = "and gradients must both keep residuals or both keep none, or some residuals would never be sent"
         return f"{what} (allowed: the same for both)", '"error_feedback": {} in gradients, or another method'
     return None

@@ -41,9 +41,7 @@ def schedule(configuration: Configuration) -> Iterator[Diagnostic]:
     for path, patch in patch_places(section):
         yield from _fixed_keys(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
-            what = (
-                f'{show(patch)} cannot start compression, because gradients.method "none" leaves reduction to DeepSpeed'
-            )
+            what = f'{show(patch)} cannot start: gradients.method "none" leaves reduction to DeepSpeed'
             instead = 'the method in gradients, and {"method": "none"} in phases or stages without compression'
             yield problem(path, f"{what} (allowed: a method in gradients)", instead)
 
@@ -89,17 +87,12 @@ def _weight_patches(section: CompressConfig) -> Iterator[Diagnostic]:
 def _fixed_keys(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
     for key in FIXED:
         if key in patch:
-            what = (
-                f"{show(patch[key])} cannot change during a run, because residuals and process groups are created once"
-            )
+            what = f"{show(patch[key])} cannot change during a run, because residuals and groups are created once"
             yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "the key in gradients")
     written, method = section.gradients.method, patched(section.gradients, _changeable(patch)).method
     # For candidates of `adaptive` this is reported with all other reasons.
     if path[0] == "schedule" and "none" != method != written and {method, written} & OWN_MOMENTUM:
-        what = (
-            f'"{method}" cannot follow "{written}": {listed(sorted(OWN_MOMENTUM))} keep a momentum in place of a '
-            'residual (allowed: the same method, or "none")'
-        )
+        what = f'"{method}" cannot follow "{written}": one keeps a momentum in place of a residual (allowed: "none")'
         yield problem((*path, "method"), what, f'"{written}"')
 
 
@@ -116,10 +109,7 @@ def unknown_length(configuration: Configuration) -> Iterator[Diagnostic]:
     schedule, params = configuration.section.schedule, configuration.native("scheduler", "params")
     auto = isinstance(params, Mapping) and "auto" in params.values()
     if schedule.phases and total_steps(configuration.ds_config, schedule) is None and not auto:
-        what = (
-            "null is not enough for phases if /scheduler/params/total_num_steps is missing, because they end at "
-            "fractions of it"
-        )
+        what = "null is not enough for phases, which end at fractions of it, without /scheduler/params/total_num_steps"
         yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')
 
 
@@ -162,9 +152,7 @@ def _weight_candidates(section: CompressConfig) -> Iterator[Diagnostic]:
     if adaptive.weights is None:
         return
     if not isinstance(weights, CompressedWeights):
-        what = (
-            'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: another method)'
-        )
+        what = 'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: others)'
         yield problem(("adaptive", "weights"), what, '"weights": {"bits": 4}, and {"method": "none"} as a candidate')
         return
     places: list[tuple[Path, WeightsConfig]] = [(("weights",), weights)]
@@ -197,11 +185,7 @@ def _nothing_to_choose(method: str) -> tuple[str, str]:
 _AGAINST_AUTO: Conflicts = {
     ("adaptive",): (None, "it chooses settings by measurements of its own", "one of the two"),
     ("islands",): (None, "islands seldom exchange, so steps do not show what an exchange costs", "one of the two"),
-    ("communication", "max_rate"): (
-        None,
-        "DeepSpeed sends uncompressed steps itself, without this limit",
-        "one of the two",
-    ),
+    ("communication", "max_rate"): (None, "DeepSpeed sends uncompressed steps without this limit", "one of the two"),
 }
 
 

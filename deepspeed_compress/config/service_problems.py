@@ -30,8 +30,7 @@ def islands_within_section(configuration: Configuration) -> Iterator[Diagnostic]
     pipeline = configuration.parallelism.pipeline
     if pipeline > 1 and islands.elastic is None:
         what = (
-            f"{pipeline} is not available inside islands of one job, because DeepSpeed distributes stages over all "
-            "ranks of the job (allowed: 1)"
+            f"{pipeline} is not available inside islands of one job: DeepSpeed distributes stages over it (allowed: 1)"
         )
         yield problem(("parallelism", "pipeline"), what, '1, or islands with "elastic"')
 
