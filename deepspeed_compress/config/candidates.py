@@ -73,12 +73,8 @@ def weight_candidates(section: CompressConfig, differences: bool) -> tuple[Weigh
 def reason_against(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
     """Return why `settings` cannot alternate with the written ones, and what to write instead; None if they can."""
     if written.method in OWN_MOMENTUM:
-        return (
-            f'cannot alternate with gradients.method "{written.method}", which needs an optimizer without momentum, '
-            "and keeps a momentum in place of a residual (allowed: no candidates; only the settings of weights are "
-            "chosen)",
-            'no candidates, or "method": "blockwise" in gradients, with an optimizer that has momentum',
-        )
+        what = f'cannot alternate with "{written.method}", which needs an optimizer without momentum (allowed: none)'
+        return what, 'no candidates, or "method": "blockwise" in gradients, with an optimizer that has momentum'
     if settings.method in NEVER_CHOSEN:
         what = "cannot be chosen during a run: its momentum, or its factors, cannot be compared with single messages"
         return f"{what} (allowed: all methods except {listed(sorted(NEVER_CHOSEN))})", '"sign", or "topk"'

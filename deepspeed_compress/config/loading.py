@@ -29,8 +29,7 @@ def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     text = _decode_base64(str(source))
     if text is None:
         raise ConfigError(
-            f"{source}: no such file, and not a base64-encoded configuration. Write the path of a DeepSpeed "
-            "configuration, such as ds_config.json."
+            f"{source}: no such file, and no configuration in base64. Write the path of a ds_config.json."
         )
     return _parse(text, "base64-encoded configuration")
 
@@ -61,10 +60,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         config = _decode(text)
     except hjson.HjsonDecodeError as error:
-        raise ConfigError(
-            f"{name}: line {error.lineno}, column {error.colno}: {error.msg}. Correct the syntax there; JSON "
-            "and HJSON are accepted."
-        ) from error
+        place = f"{name}: line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{place}: {error.msg}. Correct the syntax there.") from error
     except (ValueError, RecursionError) as error:  # such as a number with more digits than Python reads
         raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):

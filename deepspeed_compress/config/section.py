@@ -172,10 +172,7 @@ def _weights(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[s
     return {} if bits is None else {"weights": {"bits": bits}}
 
 
-_AUTO = (
-    '"auto" is not accepted in this section (allowed: a value), because no program fills it in, and Accelerate '
-    "refuses a configuration that contains it"
-)
+_AUTO = '"auto" is not accepted in this section (allowed: a value): no program fills it in, and Accelerate refuses it'
 
 
 def _auto_values(value: object, path: Path) -> Iterator[Diagnostic]:
