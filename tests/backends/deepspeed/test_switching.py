@@ -307,6 +307,7 @@ METHODS = ["blockwise bits=4"] * 4 + ["powersgd rank=2"] * 4
 
 def by_schedule(rank: int, job: Job, directory: str) -> list[Any]:
     """Return the weights after twelve steps, also with a resume after seven steps, and the settings by step."""
+    engine_facts.SMALLEST_BUCKET = 100
     batches, engine, settings = data(rank, job), start(job), []
     for step, batch in enumerate(batches):
         settings.append((engine.compression.settings, brief(engine.compression.weights)))
