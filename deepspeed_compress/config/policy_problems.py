@@ -26,7 +26,6 @@ from deepspeed_compress.config.schedules import (
     patched_weights,
     phase_ends,
     total_steps,
-    weight_places,
 )
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path
@@ -38,7 +37,7 @@ def schedule(configuration: Configuration) -> Iterator[Diagnostic]:
     yield from _ramp(section)
     yield from _phase_order(section.schedule)
     yield from _weight_patches(section)
-    for path, patch in patch_places(section):
+    for path, patch in patch_places(section, "gradients"):
         yield from _fixed_keys(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
             what = f'{show(patch)} cannot start: gradients.method "none" leaves reduction to DeepSpeed'
@@ -78,7 +77,7 @@ def _weight_patches(section: CompressConfig) -> Iterator[Diagnostic]:
         what = 'cannot change weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
         instead = 'the method in weights, and {"method": "none"} in phases without compression'
         yield problem(("schedule", "phases"), what, instead)
-    for path, patch in weight_places(section):
+    for path, patch in patch_places(section, "weights"):
         for key in sorted(FIXED_OF_WEIGHTS & patch.keys()):
             what = "cannot change during a run, because messages and hooks are set up once"
             yield problem((*path, key), f"{what} (allowed: the key in weights)", f"{key} in weights")
