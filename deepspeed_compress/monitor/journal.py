@@ -3,10 +3,10 @@
 Every line names its run, and a failing write never stops training. Files are private to their user.
 """
 
-import errno
 import json
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +18,15 @@ from deepspeed_compress.config import masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.safe_files import lock
 
 STATISTICS = "compression.jsonl"
 EVENTS = "events.jsonl"
 CONFIGURATION = "ds_config.json"
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of a file that are searched for the end of a line."""
+PATIENCE = 2.0
+"""Seconds to wait for another job that is writing a line, which usually takes microseconds."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,31 @@ def _write(path: Path, text: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    with open(path, "a+b", buffering=0, opener=open_private) as file:
+    with open(path, "a+b", opener=open_private) as file:
+        # Without the lock, a line that another job is writing would look like a truncated one. Closing unlocks.
+        _lock(file)
         if _tail(file, 1) not in (b"", b"\n"):
             # Remove a line that a crash or a full disk has truncated: a line is complete or absent.
             rest = len(_tail(file, TAIL_BYTES).rpartition(b"\n")[2])
             file.truncate(file.seek(0, os.SEEK_END) - rest)
-        # One write, which the kernel appends as a whole, also if several jobs write.
-        if file.write(line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(line)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock `file`.
+
+    Raises:
+        BlockingIOError: another job has held the lock for `PATIENCE` seconds; a suspended job must not block this one.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            lock(file, waits=False)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(PATIENCE / 1000)
 
 
 def _tail(file: BinaryIO, length: int) -> bytes:

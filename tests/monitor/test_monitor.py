@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import math
 import multiprocessing
@@ -270,6 +271,21 @@ def write_many(directory: str, run: str) -> None:
     journal = Journal(directory, run)
     for step in range(2000):
         journal.add("compression.jsonl", {"step": step})
+
+
+def test_a_job_that_is_suspended_while_it_writes_does_not_block_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed_compress.monitor.journal.PATIENCE", 0.2)
+    journal = Journal(str(tmp_path), "run")
+    write_all(journal, 1)
+    with (tmp_path / "compression.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.warns(CompressWarning, match="compression.jsonl cannot be written") as caught:
+            write_all(journal, 2, 3)
+    write_all(journal, 4)
+    assert [line["step"] for line in read(tmp_path)] == [1, 4]
+    assert len(caught) == 1
 
 
 def test_an_error_of_a_monitoring_service_does_not_stop_training(tmp_path: Path) -> None:
