@@ -107,8 +107,7 @@ TABLE = {
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
-        "session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
