@@ -80,10 +80,7 @@ def __getattr__(name: str) -> Any:
 def _check_installed(name: str, needed: tuple[str, ...]) -> None:
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
-        raise ImportError(
-            f"deepspeed_compress.{name} needs {', '.join(missing)}, which this environment does not have; write: "
-            f"{INSTALL_TO_TRAIN}"
-        )
+        raise ImportError(f"deepspeed_compress.{name} needs {', '.join(missing)}; write: {INSTALL_TO_TRAIN}")
 
 
 warn_at_exit()

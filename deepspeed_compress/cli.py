@@ -215,10 +215,7 @@ COMMANDS = (
             "run --num_gpus 2 train.py --deepspeed ds_config.json",
             "run --launcher torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
             "run llamafactory-cli train train.yaml",
-            "run --launcher torchrun --section compress.json --nproc_per_node 2 train_ddp.py",
             "run --restarts 10 --ranks 8 train.py --deepspeed ds_config.json",
-            "run --restarts 10 --ranks 8 --hosts 4 --spares 1 --rendezvous 10.0.0.1:29400 train.py "
-            "--deepspeed ds_config.json",
         ),
         "tools.options:add_run_arguments",
         "tools.run:run",
@@ -236,10 +233,7 @@ COMMANDS = (
         "Find the fastest settings that keep the loss, by short real trials of your own script.",
         (
             "tune --config ds_config.json --num_gpus 2 train.py --deepspeed ds_config.json",
-            "tune --config ds_config.json --target-loss-gap 0.5% --time-budget 2h --num_gpus 8 train.py "
-            "--deepspeed ds_config.json --output_dir runs/x",
-            "tune --config ds_config.json --metric bytes --space mine.json --launcher torchrun --nproc_per_node 2 "
-            "train.py --deepspeed ds_config.json",
+            "tune --config ds_config.json --target-loss-gap 0.5% --time-budget 2h --num_gpus 8 train.py",
         ),
         "tools.options:add_tune_arguments",
         "tools.tune.command:run",

@@ -1,4 +1,4 @@
-"""Warnings of whole programs: those of other packages that are hidden, and one at exit if nothing was compressed.
+"""Warning of a whole program at exit if nothing was compressed.
 
 `import deepspeed_compress` alone compresses nothing, and DeepSpeed ignores sections that it does not know. Noticing an
 engine when it is made would require importing and patching DeepSpeed. At exit, engines can be found at no cost.
@@ -10,27 +10,6 @@ import sys
 import warnings
 
 from deepspeed_compress.errors import CompressWarning
-
-_PACKAGES = r"(accelerate|deepspeed|torch|transformers)(\.|$)"
-_ABOUT_THEMSELVES: tuple[tuple[str, type[Warning]], ...] = (
-    (r".*is deprecated. Please use `torch\.distributed", FutureWarning),
-    (r"c10d::broadcast_: an autograd kernel was not registered", UserWarning),
-)
-"""Warnings that Python attributes to the user's code, although they are about calls inside DeepSpeed."""
-
-
-def hide_foreign_warnings() -> None:
-    """Ignore deprecation warnings of other packages. Call this at the start of a program of this package.
-
-    Nothing is hidden if the user asks for warnings: `PYTHONWARNINGS=default`, or `python -W default`.
-    """
-    if sys.warnoptions:
-        return
-    warnings.filterwarnings("ignore", category=FutureWarning, module=_PACKAGES)
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=_PACKAGES)
-    for message, category in _ABOUT_THEMSELVES:
-        warnings.filterwarnings("ignore", message, category)
-
 
 SECTION = "deepspeed_compress"
 """Same as `config.SECTION`, repeated here so that `config` need not be imported."""

@@ -106,8 +106,7 @@ TABLE = {
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor policy "
-        "session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(
@@ -173,7 +172,7 @@ TABLE = {
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.units errors models monitor program_warnings "
+        "config backends.deepspeed.units errors models monitor "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
         "torch deepspeed numpy transformers",
         lazily="__init__",
@@ -185,7 +184,7 @@ TABLE = {
         lazily="backends.deepspeed.initialize deepspeed integrations session",
     ),
     "integrations.run": allow(
-        "config errors integrations.install integrations.launch launcher.heartbeat launcher.workers program_warnings",
+        "config errors integrations.install integrations.launch launcher.heartbeat launcher.workers",
         lazily="collectives.exchange",
     ),
     "integrations.inherited": allow("integrations.install"),

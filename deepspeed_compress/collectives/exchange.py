@@ -102,17 +102,6 @@ class Link:
             return PendingExchange()
         return _choose_transport(self.group, incoming[0].device).start(self, outgoing, incoming, tag)
 
-    def all_gather(self, messages: Sequence[Tensor], tag: int) -> PendingExchange:
-        """Start to send `messages[rank]` of this rank to all others: `messages[r]` receives that of rank r.
-
-        See `start`. NCCL's all-gather brings each message to a node once, however many ranks of the group it has.
-        """
-        mine = messages[self.group.rank()]
-        all_gather = _choose_transport(self.group, mine.device).all_gather
-        if all_gather is None or self.group.size() == 1:
-            return self.start([mine] * len(messages), messages, tag)
-        return all_gather(self, messages)
-
     def start_split(
         self, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int], tag: int
     ) -> PendingExchange:
@@ -129,11 +118,14 @@ class Link:
         return transport.start(self, torch.split(outgoing, sent), torch.split(incoming, received), tag)
 
     def all_gather_split(self, messages: Tensor, sizes: Sequence[int], tag: int) -> PendingExchange:
-        """Do what `all_gather` does with messages of `sizes` bytes in one buffer, which holds this rank's own."""
+        """Start to send this rank's message to all others: `messages` receives theirs, of `sizes` bytes in rank order.
+
+        See `start`. NCCL's all-gather brings each message to a node once, however many ranks of the group it has.
+        """
         parts = torch.split(messages, list(sizes))
         transport = _choose_transport(self.group, messages.device)
         if transport.all_gather_split is None or self.group.size() == 1:
-            return self.all_gather(parts, tag)
+            return self.start([parts[self.group.rank()]] * len(parts), parts, tag)
         return transport.all_gather_split(self, messages, parts)
 
 
@@ -213,19 +205,6 @@ def _host_all_gather_by_exchange(link: Link, messages: Tensor, parts: Sequence[T
     return PendingExchange([link.group.alltoall(list(parts), [parts[link.group.rank()]] * len(parts))])
 
 
-def _all_gather(link: Link, messages: Sequence[Tensor]) -> PendingExchange:
-    """Use the backend's all-gather, which is matched by call order.
-
-    NCCL's is a group of broadcasts if sizes differ, and otherwise gathers into a buffer that is copied once more.
-    """
-    mine = messages[link.group.rank()]
-    # The backend also writes this rank's own message.
-    own = torch.empty_like(mine)
-    outputs = [own if tensor is mine else tensor for tensor in messages]
-    work = link.group.allgather([outputs], [mine])
-    return PendingExchange([_Collective(work, [*outputs, mine])])
-
-
 def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
     """Exchange through host memory, since gloo does not read GPU memory. Both copies wait for the current stream."""
     sent, received = [tensor.cpu() for tensor in outgoing], [torch.empty_like(one, device="cpu") for one in incoming]
@@ -241,24 +220,22 @@ class _Transport:
 
     Attributes:
         start: starts an exchange of one message between every pair of ranks.
-        all_gather: starts to send one message to all ranks; None to use `start`.
         start_split: starts an exchange of messages in one buffer; None to use `start`.
-        all_gather_split: starts to send one message of a buffer to all ranks; None to use `all_gather`.
+        all_gather_split: starts to send one message of a buffer to all ranks; None to use `start`.
     """
 
     start: Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
-    all_gather: Callable[[Link, Sequence[Tensor]], PendingExchange] | None = None
     start_split: Callable[[Link, Tensor, list[int], Tensor, list[int]], PendingExchange] | None = None
     all_gather_split: Callable[[Link, Tensor, Sequence[Tensor]], PendingExchange] | None = None
 
 
 _BY_DEVICE: Mapping[str, _Transport] = {
     "cpu": _Transport(_point_to_point),
-    "cuda": _Transport(_all_to_all, _all_gather, _all_to_all_split, _all_gather_split),
+    "cuda": _Transport(_all_to_all, _all_to_all_split, _all_gather_split),
 }
 _BY_MIRROR: Mapping[str, _Transport] = {
-    "mirror": _Transport(_point_to_point, None, _host_all_to_all, _host_all_gather),
-    "mirror of gloo": _Transport(_point_to_point, None, _host_all_to_all, _host_all_gather_by_exchange),
+    "mirror": _Transport(_point_to_point, _host_all_to_all, _host_all_gather),
+    "mirror of gloo": _Transport(_point_to_point, _host_all_to_all, _host_all_gather_by_exchange),
 }
 """Transports of mirrors on the host, by name: they have no connections, whose number would limit that of ranks.
 

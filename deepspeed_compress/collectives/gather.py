@@ -155,13 +155,16 @@ class DifferenceGather:
         """Replace the weights of all ranks by their rounded master weights, uncompressed. See `gather`."""
         parts = torch.split(held, self._numels)
         parts[self._rank].copy_(master)
-        # In pieces, because NCCL's all-gather copies what it receives. They are not numbered: random numbers must not
-        # depend on how often weights were saved.
+        # In pieces, because they are copied. They are not numbered: random numbers must not depend on how often weights
+        # were saved.
         for begin in range(0, max(self._numels), self._chunk):
-            messages = [part[begin : begin + self._chunk].view(torch.uint8) for part in parts]
-            with self._sending(messages[self._rank].numel(), held.device):
-                exchange = Link(self.group).all_gather(messages, LEVELS - 1)
+            pieces = [part[begin : begin + self._chunk].view(torch.uint8) for part in parts]
+            messages, sizes = torch.cat(pieces), [piece.numel() for piece in pieces]
+            with self._sending(sizes[self._rank], held.device):
+                exchange = Link(self.group).all_gather_split(messages, sizes, LEVELS - 1)
             self._wait(exchange, held.device)
+            for piece, message in zip(pieces, torch.split(messages, sizes), strict=True):
+                piece.copy_(message)
 
     def _send(self, held: Tensor, master: Tensor, layout: RankLayout, first_tag: int = 0) -> _Round:
         """Encode this rank's message of a round and start the exchange."""

@@ -89,11 +89,9 @@ class Packer:
         """Return `scale` times the sum of `own`, which is overwritten, and the `parts` of the other ranks."""
         codec = self._channel(piece).codec
         exact, encoded = self._own_part(own, parts, piece, number)
-        if exact is None:
-            codec.decode(encoded, piece.segments, own, scale)
-            return own
-        codec.decode_add(encoded, piece.segments, exact.mul_(scale), scale)
-        return exact
+        total = own if exact is None else exact.mul_(scale)
+        codec.decode(encoded, piece.segments, total, scale, add=exact is not None)
+        return total
 
     def _sum_coefficients(self, own: Tensor, parts: Tensor, piece: Piece, number: int, scale: float) -> Tensor:
         """Return the coefficients of the sum that `_sum_elements` describes."""

@@ -117,15 +117,9 @@ def _warn_if_uncompressed(settings: AnyCompressedGradients, parameters: Paramete
     saving = {name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)}
     if not saving.isdisjoint(parameters.trained) or not parameters.trained:
         return
-    reasons = [f"min_numel {settings.min_numel}"] if settings.min_numel else []
-    if low_rank is not None:
-        reasons.append(f"rank {low_rank.rank}, at which factors are no smaller than matrices")
-    reasons += ["overrides"] if settings.overrides else []
-    reasons.append("copies of parameters on ranks outside the data-parallel group")
     warnings.warn(
-        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.trained)} parameters '
-        f'of this rank, because of {" or ".join(reasons)}. Write smaller values, remove overrides, or set "method": '
-        '"none".',
+        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.trained)} parameters of this '
+        'rank. Write a smaller min_numel or rank, remove overrides, or set "method": "none".',
         CompressWarning,
         stacklevel=2,
     )

@@ -189,8 +189,7 @@ class Codec:
         """
         if self.many is None:
             for part, elements in batch.views(out, at):
-                decode = self.decode_add if add else self.decode
-                decode([payload[part.begin : part.end]], part.segments, elements, 1.0)
+                self.decode([payload[part.begin : part.end]], part.segments, elements, 1.0, add)
         elif isinstance(self.transform, Hadamard):
             coefficients = batch.new_flat(out)
             self.many.decompress_all(payload.unsqueeze(0), batch.table, coefficients, FIRST, 1.0, add=False)
@@ -216,21 +215,18 @@ class Codec:
                 for row in rows:
                     self.compressor.decompress_add(row, out, scale)
 
-    def decode(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
-        """Set `out` (flat fp32) to `scale` times the sum of the decoded `payloads`, in their order.
+    def decode(
+        self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float, add: bool = False
+    ) -> None:
+        """Set `out` (flat fp32) to `scale` times the sum of the decoded `payloads`, in their order, or `add` that.
 
         Coefficients are summed, and one inverse transform follows (SDP4Bit, arXiv:2410.15526, section 3.3).
         """
-        coefficients = out if self.is_plain else torch.empty_like(out)
-        self.add_coefficients(payloads, coefficients, scale, add=False)
-        if not self.is_plain:
-            self.transform.inverse(coefficients, segments, out)
-
-    def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
-        """Add what `decode` computes to `out` (flat fp32)."""
         if self.is_plain:
-            self.add_coefficients(payloads, out, scale)
+            self.add_coefficients(payloads, out, scale, add)
             return
-        decoded = torch.empty_like(out)
-        self.decode(payloads, segments, decoded, scale)
-        out.add_(decoded)
+        coefficients = torch.empty_like(out)
+        self.add_coefficients(payloads, coefficients, scale, add=False)
+        decoded = self.transform.inverse(coefficients, segments, torch.empty_like(out) if add else out)
+        if add:
+            out.add_(decoded)

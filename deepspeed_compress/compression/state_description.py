@@ -106,19 +106,9 @@ def read_description(file: Path) -> Description:
         position = Position(**found["position"])
         return _checked(Description(**{**found, "position": position, "layouts": layouts}))
     except FileNotFoundError as error:
-        raise StateError(f"{path} does not exist{_why_missing(path.parent)}") from error
+        raise StateError(f"{path} does not exist (was the checkpoint written without this package?)") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is damaged or not a state of this package ({error!r})") from error
-
-
-def _why_missing(directory: Path) -> str:
-    """Return a likely reason why the checkpoint in `directory` has no state."""
-    if (directory / "zero").is_dir():
-        return (
-            ": this is a universal checkpoint, and DeepSpeed's converter omits the state of this package; copy the "
-            "files deepspeed_compress_rank_* of the original checkpoint into it"
-        )
-    return " (was the checkpoint written without this package?)"
 
 
 def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:

@@ -129,24 +129,8 @@ def uneven_nodes(configuration: Configuration) -> Iterator[Diagnostic]:
     hierarchy = gradients.hierarchy if isinstance(gradients, LayeredGradients) else None
     size = 1 if hierarchy is None else hierarchy.ranks_per_node
     if world_size is not None and size > 1 and (world_size % size or world_size < 2 * size):
-        what = (
-            f"{size} does not divide {world_size} ranks into at least two nodes (allowed: the number of ranks that the "
-            "launcher starts on each of several nodes)"
-        )
+        what = f"{size} does not divide {world_size} ranks into at least two nodes (allowed: ranks of each node)"
         yield problem(("gradients", "hierarchy", "ranks_per_node"), what, 'that number, or "hierarchy": null')
-
-
-def density(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find densities that drop nothing or less than one value."""
-    for path, method in _sparse_places(configuration.section):
-        units = method.choices
-        if method.density == 1:
-            what = "1.0 drops nothing, and may send an index with every value (useful: below 0.5)"
-            yield notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
-        elif units and method.density * units < 1:
-            what = f"{method.density} of a block of {units} is less than one value, but at least one is always sent"
-            allowed = f"(useful: at least {1 / units})"
-            yield notice((*path, "density"), f"{what} {allowed}", "a larger density or larger blocks")
 
 
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})

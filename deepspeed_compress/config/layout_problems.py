@@ -32,36 +32,26 @@ def weights(configuration: Configuration) -> Iterator[Diagnostic]:
     chosen, stage, place = configuration.section.weights, configuration.stage, configuration.stage_place
     pipeline = configuration.parallelism.pipeline
     if stage == 3 and any(phase.weights for phase in configuration.section.schedule.phases):
-        what = (
-            f"weights in phases cannot be combined with {place}: 3, where the rounding of weights is fixed for a whole "
-            "run (allowed: no weights in phases)"
-        )
+        what = f"weights cannot be combined with {place}: 3, whose rounding is fixed for a run (allowed: no weights)"
         yield problem(("schedule", "phases"), what, "gradients only")
     if not isinstance(chosen, CompressedWeights):
         return
     if stage == 0 and not (pipeline > 1 and _may_be_bf16(configuration)):
-        what = (
-            f'method "{chosen.method}" cannot be combined with {place}: 0, because every rank then updates all '
-            "weights by itself (allowed: stages 1, 2 and 3; pipelines in bf16)"
-        )
+        what = f'"{chosen.method}" cannot be combined with {place}: 0, where nothing is gathered (allowed: 1, 2, 3)'
         instead = f'"method": "none", or another stage at {place}'
         if _may_be_bf16(configuration):
             instead += ', or the stages of the pipeline as "parallelism": {"pipeline": 2}'
         yield problem(("weights",), what, instead)
     if stage == 3 and not (isinstance(chosen, BlockwiseWeights) and chosen.bits >= 4 and chosen.rounding == "nearest"):
-        what = (
-            f"{show(chosen.model_dump(include={'method', 'bits', 'rounding'}))} cannot be combined with {place}: 3, "
-            "where the weights themselves are rounded instead of their differences (allowed: blockwise, 8 or 4 bits, "
-            "nearest)"
-        )
+        given = show(chosen.model_dump(include={"method", "bits", "rounding"}))
+        what = f"{given} cannot be combined with {place}: 3, which rounds weights (allowed: 8 or 4 bits, nearest)"
         yield problem(("weights",), what, '"method": "blockwise", "bits": 8, "rounding": "nearest"')
     if chosen.overlap and stage == 3:
         what = f"true has no effect with {place}: 3, which prefetches weights itself (allowed: false)"
         yield problem(("weights", "overlap"), what, f"false, or 1 or 2 at {place}")
     if chosen.overlap and pipeline > 1:
         what = (
-            f"true cannot be combined with /deepspeed_compress/parallelism/pipeline: {pipeline}, whose tied layers run "
-            "without being called (allowed: false)"
+            f"true cannot be combined with {_PIPELINE}: {pipeline}, whose tied layers are not called (allowed: false)"
         )
         yield problem(("weights", "overlap"), what, 'false, or "pipeline": 1')
     if chosen.frozen and stage != 3:
@@ -103,7 +93,7 @@ def ownership(configuration: Configuration) -> Iterator[Diagnostic]:
 
 
 _ZERO = "zero_optimization"
-_OWN_GATHERS: Mapping[str, tuple[int, str]] = {
+OWN_GATHERS: Mapping[str, tuple[int, str]] = {
     "zero_quantized_weights": (False, "ZeRO++ quantizes weights already"),
     "zero_quantized_nontrainable_weights": (False, "ZeRO++ quantizes frozen weights already"),
     "stage3_use_all_reduce_for_fetch_params": (False, "weights that are fetched by an all-reduce cannot be compressed"),
@@ -114,7 +104,7 @@ _OWN_GATHERS: Mapping[str, tuple[int, str]] = {
 
 def gathers_by_itself(ds_config: Mapping[str, Any]) -> bool:
     """Return True if weights cannot be compressed under ZeRO 3, because DeepSpeed gathers them in another way."""
-    return any(_is_on(value_at(ds_config, (_ZERO, key)), off) for key, (off, _) in _OWN_GATHERS.items())
+    return any(_is_on(value_at(ds_config, (_ZERO, key)), off) for key, (off, _) in OWN_GATHERS.items())
 
 
 def _is_on(value: object, off: object) -> bool:
@@ -137,7 +127,7 @@ def features(configuration: Configuration) -> Iterator[Diagnostic]:
     for path, (off, why) in _FEATURES.items():
         yield from _in_use(configuration, path, off, why, show(off))
     if configuration.stage == 3 and configuration.section.weights.method != "none":
-        for key, (off, why) in _OWN_GATHERS.items():
+        for key, (off, why) in OWN_GATHERS.items():
             yield from _in_use(
                 configuration, (_ZERO, key), off, why, f'{show(off)}, or {SECTION}.weights.method "none"'
             )
@@ -170,10 +160,7 @@ def scaler_without_zero(configuration: Configuration) -> Iterator[Diagnostic]:
         and dtype in ("fp16", "float16", "half", "torch.float16")
     )
     if scaled and configuration.stage == 0 and (configuration.parallelism.pipeline > 1 or configuration.tensor > 1):
-        what = (
-            f"{show(dtype)} without ZeRO gives each pipeline stage and tensor-parallel rank a loss scale of its own, "
-            "so some may skip a step that others take (allowed: bfloat16)"
-        )
+        what = f"{show(dtype)} without ZeRO gives ranks of a layer or stage a loss scale of its own (allowed: bfloat16)"
         yield Diagnostic(at(*AUTOCAST), what, write('"bfloat16", or ZeRO stage 1 to 3'))
 
 
@@ -216,35 +203,19 @@ def world_size(configuration: Configuration) -> Iterator[Diagnostic]:
     """Check that tensor x pipeline divides the number of ranks."""
     tensor, stages, ranks = configuration.tensor, configuration.parallelism.pipeline, configuration.world_size
     if ranks is not None and (ranks < 1 or ranks % (tensor * stages)):
-        what = (
-            f"tensor {tensor} x pipeline {stages} = {tensor * stages} ranks do not divide the world size {ranks} "
-            "(allowed: divisors of the world size)"
-        )
-        instead = f"other values, or start a multiple of {tensor * stages} ranks"
-        yield problem(("parallelism",), what, instead)
+        what = f"tensor {tensor} x pipeline {stages} do not divide the world size {ranks} (allowed: divisors of it)"
+        yield problem(("parallelism",), what, f"other values, or start a multiple of {tensor * stages} ranks")
 
 
 _SHARDING_KEY: Path = ("parallelism", "shard_within")
 _SHARDING = pointer((SECTION, *_SHARDING_KEY))
 _AGAINST_SHARDING: Conflicts = {
     ("islands",): (None, "islands divide the ranks of the job themselves", "null, or remove shard_within"),
-    ("parallelism", "pipeline"): (
-        1,
-        "DeepSpeed distributes stages over all ranks of the job",
-        "1, or remove shard_within",
-    ),
+    ("parallelism", "pipeline"): (1, "DeepSpeed distributes stages over the whole job", "1, or remove shard_within"),
     ("weights", "method"): ("none", "weights never leave a node", '"none"'),
     ("gradients", "hierarchy"): (None, "DeepSpeed reduces inside a node", "null"),
-    ("gradients", "clip_norm"): (
-        None,
-        "a shard has parts of parameters, whose norms are smaller than those of the parameters",
-        "null",
-    ),
-    ("checkpointing", "memory"): (
-        None,
-        "only the first node writes the model, so other hosts would have nothing in memory",
-        "null",
-    ),
+    ("gradients", "clip_norm"): (None, "norms of parts of parameters are smaller", "null"),
+    ("checkpointing", "memory"): (None, "only the first node writes the model", "null"),
     ("ownership",): ("contiguous", "all shards of a node have the same size", '"contiguous"'),
 }
 

@@ -5,7 +5,7 @@ import collections
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,6 @@ import hjson  # type: ignore[import-untyped]
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import check_regular
-
-_VALUES: Mapping[type, str] = {
-    type(None): "null",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-}
-"""Words for values of JSON and HJSON that are not objects, by type."""
 
 
 def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
@@ -39,8 +29,7 @@ def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     text = _decode_base64(str(source))
     if text is None:
         raise ConfigError(
-            f"{source}: no such file, and not a base64-encoded configuration. Write the path of a DeepSpeed "
-            "configuration, such as ds_config.json."
+            f"{source}: no such file, and no configuration in base64. Write the path of a ds_config.json."
         )
     return _parse(text, "base64-encoded configuration")
 
@@ -68,47 +57,36 @@ def _decode_base64(text: str) -> str | None:
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
-    duplicates = set[str]()
-
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Build one object, and record the keys that it holds twice."""
-        counts = collections.Counter(key for key, _ in pairs)
-        duplicates.update(key for key, count in counts.items() if count > 1)
-        return dict(pairs)
-
     try:
-        config = _decode(text, build)
+        config = _decode(text)
     except hjson.HjsonDecodeError as error:
-        raise ConfigError(
-            f"{name}: line {error.lineno}, column {error.colno}: {error.msg}. Correct the syntax there; JSON "
-            "and HJSON are accepted."
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{name}: objects and lists are nested too deeply. Write a DeepSpeed configuration."
-        ) from error
-    except ValueError as error:  # such as a number with more digits than Python reads
+        place = f"{name}: line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{place}: {error.msg}. Correct the syntax there.") from error
+    except (ValueError, RecursionError) as error:  # such as a number with more digits than Python reads
         raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{name}: the outermost value is {_VALUES[type(config)]}. Write an object {{...}}.")
-    if duplicates:
-        keys = ", ".join(map(repr, sorted(duplicates)))
-        raise ConfigError(
-            f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates, and `ds-compress lint` "
-            "shows their lines."
-        )
+        raise ConfigError(f"{name}: the outermost value is no object. Write an object {{...}}.")
     return config
 
 
-def _decode(text: str, build: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
+def _decode(text: str) -> Any:
     """Decode JSON as JSON, and everything else as HJSON.
 
     hjson turns 0.0 into an integer, which PyTorch refuses next to float betas.
     """
     try:
-        return json.loads(text, object_pairs_hook=build)
-    except ValueError:
-        return hjson.loads(text, object_pairs_hook=build)
+        return json.loads(text, object_pairs_hook=_build)
+    except json.JSONDecodeError:
+        return hjson.loads(text, object_pairs_hook=_build)
+
+
+def _build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return one object. Raises ValueError if it has a key twice, as DeepSpeed does."""
+    twice = sorted(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
+    if twice:
+        keys = ", ".join(map(repr, twice))
+        raise ValueError(f"duplicate keys {keys}, whose lines `ds-compress lint` shows. Write each key once")
+    return dict(pairs)
 
 
 MASK = "***"

@@ -242,8 +242,8 @@ class Adaptive(Model):
 
     candidates: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
     """Settings to choose from, each an object with the keys of `gradients` to change. The settings of `gradients` and
-    no compression are always candidates. null chooses among `blockwise` with 8, 4, 3 and 2 bits, `sign`, `topk` of 10 %
-    and 1 % with 4-bit values, and, where PowerSGD can alternate with them, `powersgd` of rank 8, 4, 2 and 1."""
+    no compression are always candidates. null chooses among `blockwise` with 8, 4, 3 and 2 bits, `sign`, and `topk` of
+    10 % and 1 % with 4-bit values."""
     weights: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
     """Settings of weights to choose from with ZeRO 1 and 2, each an object with the keys of `weights` to change; `[{}]`
     keeps them fixed. The settings of `weights` are always a candidate. null chooses among uncompressed weights,

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.candidates import NO_FEEDBACK, reason_against, weight_candidates
+from deepspeed_compress.config.candidates import reason_against, weight_candidates
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.config.models import CompressConfig
-from deepspeed_compress.config.places import CompressedWeights, PowerSGDGradients, TopKWeights, WeightsConfig
+from deepspeed_compress.config.places import CompressedWeights, TopKWeights, WeightsConfig
 from deepspeed_compress.config.problems import (
     Configuration,
     Conflicts,
@@ -26,7 +26,6 @@ from deepspeed_compress.config.schedules import (
     patched_weights,
     phase_ends,
     total_steps,
-    weight_places,
 )
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path
@@ -38,12 +37,10 @@ def schedule(configuration: Configuration) -> Iterator[Diagnostic]:
     yield from _ramp(section)
     yield from _phase_order(section.schedule)
     yield from _weight_patches(section)
-    for path, patch in patch_places(section):
+    for path, patch in patch_places(section, "gradients"):
         yield from _fixed_keys(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
-            what = (
-                f'{show(patch)} cannot start compression, because gradients.method "none" leaves reduction to DeepSpeed'
-            )
+            what = f'{show(patch)} cannot start: gradients.method "none" leaves reduction to DeepSpeed'
             instead = 'the method in gradients, and {"method": "none"} in phases or stages without compression'
             yield problem(path, f"{what} (allowed: a method in gradients)", instead)
 
@@ -80,7 +77,7 @@ def _weight_patches(section: CompressConfig) -> Iterator[Diagnostic]:
         what = 'cannot change weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
         instead = 'the method in weights, and {"method": "none"} in phases without compression'
         yield problem(("schedule", "phases"), what, instead)
-    for path, patch in weight_places(section):
+    for path, patch in patch_places(section, "weights"):
         for key in sorted(FIXED_OF_WEIGHTS & patch.keys()):
             what = "cannot change during a run, because messages and hooks are set up once"
             yield problem((*path, key), f"{what} (allowed: the key in weights)", f"{key} in weights")
@@ -89,17 +86,12 @@ def _weight_patches(section: CompressConfig) -> Iterator[Diagnostic]:
 def _fixed_keys(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
     for key in FIXED:
         if key in patch:
-            what = (
-                f"{show(patch[key])} cannot change during a run, because residuals and process groups are created once"
-            )
+            what = f"{show(patch[key])} cannot change during a run, because residuals and groups are created once"
             yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "the key in gradients")
     written, method = section.gradients.method, patched(section.gradients, _changeable(patch)).method
     # For candidates of `adaptive` this is reported with all other reasons.
     if path[0] == "schedule" and "none" != method != written and {method, written} & OWN_MOMENTUM:
-        what = (
-            f'"{method}" cannot follow "{written}": {listed(sorted(OWN_MOMENTUM))} keep a momentum in place of a '
-            'residual (allowed: the same method, or "none")'
-        )
+        what = f'"{method}" cannot follow "{written}": one keeps a momentum in place of a residual (allowed: "none")'
         yield problem((*path, "method"), what, f'"{written}"')
 
 
@@ -116,10 +108,7 @@ def unknown_length(configuration: Configuration) -> Iterator[Diagnostic]:
     schedule, params = configuration.section.schedule, configuration.native("scheduler", "params")
     auto = isinstance(params, Mapping) and "auto" in params.values()
     if schedule.phases and total_steps(configuration.ds_config, schedule) is None and not auto:
-        what = (
-            "null is not enough for phases if /scheduler/params/total_num_steps is missing, because they end at "
-            "fractions of it"
-        )
+        what = "null is not enough for phases, which end at fractions of it, without /scheduler/params/total_num_steps"
         yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')
 
 
@@ -149,9 +138,9 @@ def _gradient_candidates(section: CompressConfig) -> Iterator[Diagnostic]:
         reason = reason_against(written, settings)
         if reason is not None:
             yield problem(("adaptive", "candidates", index, "method"), f'"{settings.method}" {reason[0]}', reason[1])
-    if isinstance(written, PowerSGDGradients) and written.error_feedback is None:
-        what = f"null cannot be combined with adaptive: PowerSGD {NO_FEEDBACK[0]}"
-        yield problem(("gradients", "error_feedback"), what, NO_FEEDBACK[1])
+    if written.method == "powersgd":
+        what = 'cannot be combined with gradients.method "powersgd", which cannot alternate with other methods'
+        yield problem(("adaptive",), f"{what} (allowed: another method)", "no adaptive, or another method in gradients")
     if written.method in OWN_MOMENTUM and len(weight_candidates(section, differences=True)) == 1:
         yield problem(("adaptive",), *_nothing_to_choose(written.method))
 
@@ -162,9 +151,7 @@ def _weight_candidates(section: CompressConfig) -> Iterator[Diagnostic]:
     if adaptive.weights is None:
         return
     if not isinstance(weights, CompressedWeights):
-        what = (
-            'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: another method)'
-        )
+        what = 'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: others)'
         yield problem(("adaptive", "weights"), what, '"weights": {"bits": 4}, and {"method": "none"} as a candidate')
         return
     places: list[tuple[Path, WeightsConfig]] = [(("weights",), weights)]
@@ -197,11 +184,7 @@ def _nothing_to_choose(method: str) -> tuple[str, str]:
 _AGAINST_AUTO: Conflicts = {
     ("adaptive",): (None, "it chooses settings by measurements of its own", "one of the two"),
     ("islands",): (None, "islands seldom exchange, so steps do not show what an exchange costs", "one of the two"),
-    ("communication", "max_rate"): (
-        None,
-        "DeepSpeed sends uncompressed steps itself, without this limit",
-        "one of the two",
-    ),
+    ("communication", "max_rate"): (None, "DeepSpeed sends uncompressed steps without this limit", "one of the two"),
 }
 
 

@@ -160,31 +160,22 @@ def _merged_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> dict[st
 
 def merged_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], str, dict[str, Any]]]:
     """Yield every patch in `section`: its place, the key that it patches, and the merged settings, not validated."""
-    for path, patch in patch_places(section):
+    for path, patch in patch_places(section, "gradients"):
         yield path, "gradients", merged(section.gradients, patch)
-    for path, patch in weight_places(section) if isinstance(section.weights, CompressedWeights) else ():
+    for path, patch in patch_places(section, "weights") if isinstance(section.weights, CompressedWeights) else ():
         yield path, "weights", _merged_weights(section.weights, patch)
 
 
-def weight_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
-    """Yield every non-empty patch of weights in `section`, with its place."""
-    for index, phase in enumerate(section.schedule.phases):
-        if phase.weights:
-            yield ("schedule", "phases", index, "weights"), phase.weights
-    for index, patch in enumerate((section.adaptive.weights or ()) if section.adaptive else ()):
-        if patch:
-            yield ("adaptive", "weights", index), patch
-
-
-def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
-    """Yield every patch of gradients in `section`, with its place."""
-    schedule = section.schedule
-    for index, stage in enumerate((schedule.ramp.stages or ()) if schedule.ramp else ()):
+def patch_places(section: Any, key: str) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
+    """Yield every patch of `key`, "gradients" or "weights", in `section`, with its place."""
+    schedule, candidates = section.schedule, "candidates" if key == "gradients" else key
+    ramp = schedule.ramp if key == "gradients" else None
+    for index, stage in enumerate((ramp.stages or ()) if ramp else ()):
         yield ("schedule", "ramp", "stages", index), stage
     for index, phase in enumerate(schedule.phases):
-        yield ("schedule", "phases", index, "gradients"), phase.gradients
-    for index, candidate in enumerate((section.adaptive.candidates or ()) if section.adaptive else ()):
-        yield ("adaptive", "candidates", index), candidate
+        yield ("schedule", "phases", index, key), getattr(phase, key)
+    for index, patch in enumerate(getattr(section.adaptive, candidates, None) or ()):
+        yield ("adaptive", candidates, index), patch
 
 
 def choice_name(gradients: GradientsConfig) -> str:

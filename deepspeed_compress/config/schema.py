@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-from collections.abc import Iterator
 from functools import cache, cached_property
 from itertools import pairwise
 from textwrap import dedent
@@ -83,38 +82,6 @@ class SchemaView:
         """Return the keys that the object at `path` may have."""
         return sorted(self._variant(self.at(path), value_at(self._section, path)).get("properties", {}))
 
-    def places(self, path: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-        """Yield every place that may hold the last key of `path`: (place, methods with it, methods without).
-
-        In a list, the place is in the item that `path` goes through, or else in the first one.
-        """
-        for place, having, lacking in self._by_key.get(path[-1], ()):
-            yield _with_indices(place, path), having, lacking
-
-    @cached_property
-    def _by_key(self) -> dict[str | int, list[tuple[Path, list[str], list[str]]]]:
-        """Return places by their last key. -1 stands for the index of any item of a list."""
-        found: dict[str | int, list[tuple[Path, list[str], list[str]]]] = {}
-        for place, having, lacking in self._places(self._resolve(self._schema), (), set()):
-            found.setdefault(place[-1], []).append((place, having, lacking))
-        return found
-
-    def _places(
-        self, node: Node, path: Path, seen: set[tuple[Path, str]]
-    ) -> Iterator[tuple[Path, list[str], list[str]]]:
-        variants = {method: variant.get("properties", {}) for method, variant in self._variants(node)}
-        for key in dict.fromkeys(key for keys in variants.values() for key in keys):
-            having = [method for method, keys in variants.items() if key in keys]
-            lacking = variants.keys() - having
-            yield (*path, key), sorted(filter(None, having)), sorted(filter(None, lacking))
-        children = [((*path, name), child) for keys in variants.values() for name, child in keys.items()]
-        children += [((*path, -1), node["items"])] if "items" in node else []
-        for place, child in children:
-            # Most methods of a place have the same children.
-            if (place, str(child)) not in seen:
-                seen.add((place, str(child)))
-                yield from self._places(self._resolve(child), place, seen)
-
     def _child(self, node: Node, part: str | int, value: object) -> Node:
         if isinstance(part, int):
             return self._resolve(node.get("items", {}))
@@ -124,21 +91,14 @@ class SchemaView:
             return {"enum": methods, **({"default": DEFAULT_METHOD} if optional else {})}
         return self._resolve(self._variant(node, value).get("properties", {}).get(part, {}))
 
-    def _variants(self, node: Node) -> Iterator[tuple[str | None, Node]]:
+    def _variant(self, node: Node, value: object) -> Node:
         mapping = node.get("discriminator", {}).get("mapping")
         if mapping is None:
-            yield None, node
-            return
-        for method, reference in mapping.items():
-            yield method, self._resolve({"$ref": reference})
-
-    def _variant(self, node: Node, value: object) -> Node:
-        variants = dict(self._variants(node))
-        method = value.get("method") if isinstance(value, dict) else None
-        if len(variants) == 1:
             return node
-        known = isinstance(method, str) and method in variants
-        return variants[method] if known else variants.get(DEFAULT_METHOD, next(iter(variants.values())))
+        method = value.get("method") if isinstance(value, dict) else None
+        known = isinstance(method, str) and method in mapping
+        default = mapping.get(DEFAULT_METHOD, next(iter(mapping.values())))
+        return self._resolve({"$ref": mapping[method] if known else default})
 
     def _resolve(self, node: Node) -> Node:
         """Follow `$ref`, and take the non-null option of an optional value; siblings such as defaults win.
@@ -155,15 +115,6 @@ class SchemaView:
             own = {key: found for key, found in node.items() if key != "anyOf"}
             return self._resolve({**value, **several, **own, "nullable": len(variants) < len(node["anyOf"])})
         return node
-
-
-def _with_indices(place: Path, wanted: Path) -> Path:
-    """Return `place` with the index that `wanted` has in each list that both go through, and 0 in others."""
-    path: Path = ()
-    for part in place:
-        inside = wanted[: len(path)] == path and len(path) < len(wanted)
-        path = (*path, part if part != -1 else wanted[len(path)] if inside else 0)
-    return path
 
 
 def choices(node: Node) -> list[Any]:

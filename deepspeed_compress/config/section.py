@@ -22,7 +22,6 @@ from deepspeed_compress.config.problems import (
     TENSOR,
     Check,
     Configuration,
-    listed,
     problem,
     raise_problems,
     show,
@@ -71,14 +70,12 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
     ),
     # Features of DeepSpeed that cannot be compressed.
     "unsupported": (layout_problems.features, layout_problems.scaler_without_zero),
-    # Settings that are valid, but have no effect or cost more than they gain.
+    # Settings that are valid, but have no effect or diverge.
     "notice": (
-        gradient_problems.density,
         gradient_problems.feedback,
         gradient_problems.overrides,
         policy_problems.idle_policy,
-        service_problems.costly_memory_checkpoints,
-        service_problems.costly_rollout,
+        service_problems.idle_rollout,
     ),
 }
 
@@ -175,10 +172,7 @@ def _weights(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[s
     return {} if bits is None else {"weights": {"bits": bits}}
 
 
-_AUTO = (
-    '"auto" is not accepted in this section (allowed: a value), because no program fills it in, and Accelerate '
-    "refuses a configuration that contains it"
-)
+_AUTO = '"auto" is not accepted in this section (allowed: a value): no program fills it in, and Accelerate refuses it'
 
 
 def _auto_values(value: object, path: Path) -> Iterator[Diagnostic]:
@@ -215,10 +209,6 @@ def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
     if meant:
         what = f"the section is missing (found {show(meant[0])} instead)"
         return problem((), what, f'"{SECTION}" in the file\'s outermost object, in place of {show(meant[0])}')
-    parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
-    if parts:
-        what = f"the section is missing, but the file has keys of it at the top level: {listed(parts)}"
-        return problem((), what, f'"{SECTION}": {{...}} around them')
     return problem((), "the section is missing", f'"{SECTION}": {{}} for the defaults, in the file\'s outermost object')
 
 

@@ -30,8 +30,7 @@ def islands_within_section(configuration: Configuration) -> Iterator[Diagnostic]
     pipeline = configuration.parallelism.pipeline
     if pipeline > 1 and islands.elastic is None:
         what = (
-            f"{pipeline} is not available inside islands of one job, because DeepSpeed distributes stages over all "
-            "ranks of the job (allowed: 1)"
+            f"{pipeline} is not available inside islands of one job: DeepSpeed distributes stages over it (allowed: 1)"
         )
         yield problem(("parallelism", "pipeline"), what, '1, or islands with "elastic"')
 
@@ -169,15 +168,6 @@ def checkpoints(configuration: Configuration) -> Iterator[Diagnostic]:
             yield problem(("checkpointing", key), what, f'"every": "10 min", or remove {key}')
 
 
-def costly_memory_checkpoints(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find checkpoints in memory that cost more than compressed weights gain."""
-    section = configuration.section
-    memory = section.checkpointing and section.checkpointing.memory
-    if memory and memory.every == 1 and section.weights.method != "none":
-        what = "1 gathers exact weights in every step, so compressing them has no effect (useful: 10 or more)"
-        yield notice(("checkpointing", "memory", "every"), what, '10, or "weights": {"method": "none"}')
-
-
 def _overlaps(configuration: Configuration) -> bool:
     weights = configuration.section.weights
     return isinstance(weights, CompressedWeights) and weights.overlap
@@ -204,14 +194,11 @@ def rollout(configuration: Configuration) -> Iterator[Diagnostic]:
             yield problem(("rollout",), f"cannot be combined with {other} (allowed: null)", "one of the two")
 
 
-def costly_rollout(configuration: Configuration) -> Iterator[Diagnostic]:
-    """Find settings of `rollout` that cost more than they gain."""
+def idle_rollout(configuration: Configuration) -> Iterator[Diagnostic]:
+    """Find settings of `rollout` without effect."""
     settings = configuration.section.rollout
     if settings is None:
         return
     if settings.lossy_bits == 8 and settings.dtype != "fp32":
         what = f"8 has no effect with dtype {settings.dtype}, whose exact changes are shorter (useful: 4, or fp32)"
         yield notice(("rollout", "bits"), what, '4, or "method": "exact"')
-    if settings.full_every == 1:
-        what = "1 writes all values in every version, next to the changes (useful: 10 or more)"
-        yield notice(("rollout", "full_every"), what, "100")

@@ -31,7 +31,6 @@ from deepspeed_compress.integrations.install import inheriting, install
 from deepspeed_compress.integrations.launch import PROGRAM, find_uncompressed
 from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, RankError, record_error
 from deepspeed_compress.launcher.workers import die_with_agent
-from deepspeed_compress.program_warnings import hide_foreign_warnings
 
 USAGE = (
     "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m | --program] SCRIPT ..."
@@ -55,7 +54,6 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(USAGE)
     if kind != PROGRAM and not _has_launcher(os.environ):
         _become_single_rank(os.environ)
-    hide_foreign_warnings()
     if find_uncompressed(given):
         # `ds-compress run` has reported the file before the start.
         warnings.filterwarnings("ignore", "(an engine is not|nothing was) compressed", CompressWarning)

@@ -3,11 +3,10 @@
 from deepspeed_compress.policy.decider import Actions, Observation, StepPlan
 from deepspeed_compress.policy.measurement import AlphaBeta, Choice, Measurement, WeightCosts
 from deepspeed_compress.policy.policy import Policy
-from deepspeed_compress.policy.selector import AllowedChoices, CandidateSelector
+from deepspeed_compress.policy.selector import CandidateSelector
 
 __all__ = [
     "Actions",
-    "AllowedChoices",
     "AlphaBeta",
     "CandidateSelector",
     "Choice",

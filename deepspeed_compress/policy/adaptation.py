@@ -12,7 +12,7 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text
 from deepspeed_compress.policy.measurement import Choice, Measurement
-from deepspeed_compress.policy.selector import AllowedChoices, CandidateSelector
+from deepspeed_compress.policy.selector import CandidateSelector
 
 WINDOW = 32
 SLOWDOWN = 1.5
@@ -27,14 +27,9 @@ UNMATCHED = "."
 class Adaptation(Decider):
     """The choice in force, which starts with the configured settings. The warm-up of the schedule comes first."""
 
-    def __init__(
-        self,
-        config: CompressConfig,
-        record: Callable[[Event], None],
-        available: AllowedChoices = AllowedChoices(),  # noqa: B008  (frozen)
-    ) -> None:
+    def __init__(self, config: CompressConfig, record: Callable[[Event], None], differences: bool = False) -> None:
         assert config.adaptive is not None
-        self.selector = CandidateSelector(config, available)
+        self.selector = CandidateSelector(config, differences)
         self._record = record
         self._every, self._warmup_steps = config.adaptive.probe_every, config.schedule.warmup_steps
         self._choice = Choice((0,) * (len(self.selector.groups) + 1))
@@ -129,13 +124,8 @@ class Adaptation(Decider):
         self._choice = Choice(tuple(gradients), 0 if lost_weights else self.selector.weights.index(weights))
         if lost or lost_weights:
             self._next = min(self._next, self._last + MIN_INTERVAL)
-            what = [f"parameters {', '.join(map(repr, lost))}"] * bool(lost) + ["weights"] * lost_weights
-            warnings.warn(
-                "/deepspeed_compress/adaptive: the checkpoint's choice is no longer among the candidates for "
-                f"{' and '.join(what)}; they use the configured settings until the next measurement",
-                CompressWarning,
-                stacklevel=3,
-            )
+            text = "the checkpoint's choice is no longer among the candidates, so the next measurement makes a new one"
+            warnings.warn(f"/deepspeed_compress/adaptive: {text}", CompressWarning, stacklevel=3)
 
     @property
     def _group_names(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ All ranks observe the same figures (`anomalies`), so their guards are in the sam
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, brief, patched, settings_of, written
 from deepspeed_compress.config import Guard as GuardConfig
-from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.anomalies import MAX_SKIPS, Anomaly, GuardState, find_anomalies, learn
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan
@@ -159,24 +157,6 @@ class Guard(Decider):
 
 
 _KEPT = ("pinned", "good")
-
-
-def warn_of_ended_decisions(config: CompressConfig, saved: Mapping[str, Any]) -> None:
-    """Warn if the guard of a saved run held settings that a run with the section `config` does not."""
-    if "guard" not in saved:
-        return
-    held = saved["pinned"]
-    if saved["of"] != _section(config):
-        held = held or (saved["settings"] if saved["guard"]["level"] else None)
-    elif config.guard is not None and _rolls_back(config.guard):
-        held = None
-    if held is not None:
-        warnings.warn(
-            f'/deepspeed_compress: the guard used "{brief(settings_of(held))}" when the checkpoint was saved, but the '
-            "section has changed since then; the settings of the present section are used from now on",
-            CompressWarning,
-            stacklevel=3,
-        )
 
 
 def _rolls_back(config: GuardConfig) -> bool:

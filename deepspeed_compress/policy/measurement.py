@@ -97,15 +97,13 @@ class Measurement:
     """A measurement that all ranks made together after a step. It is the same on every rank.
 
     Attributes:
-        errors: squared error, by candidate and group; for PowerSGD, that of messages that cost as many steps.
+        errors: squared error, by candidate and group.
         norms: squared norm of each group.
         sizes: bytes that a rank sends per step, by candidate and group.
         codec_seconds: seconds of encoding and decoding per step, by candidate.
         link: the model of the link.
         waited: seconds for which the step waited for messages.
         step: seconds of a step.
-        waits: number of messages per step that each wait for the previous one, so that backward cannot hide them, by
-            candidate; 0 for the others.
         weights: costs of the weights.
     """
 
@@ -116,7 +114,6 @@ class Measurement:
     link: AlphaBeta
     waited: float
     step: float
-    waits: tuple[int, ...] = ()
     weights: WeightCosts = WeightCosts()
 
     @property
@@ -149,8 +146,7 @@ class Measurement:
     def hidden_seconds(self, now: Choice, before: float) -> float:
         """Return the seconds of messages that a step hides, measured with `now`; `before` is the previous estimate.
 
-        If all messages were hidden, a step can hide at least that many seconds. If backward can hide none of them,
-        the measurement does not change the estimate.
+        If all messages were hidden, a step can hide at least that many seconds.
         """
         hideable, late = self._message_seconds(now)
         left = max(0.0, self.waited - late)
@@ -162,9 +158,8 @@ class Measurement:
         """Return the seconds of the messages that a step can hide, and of those that it waits for."""
         gradients = self.gradient_bytes(choice.gradients) * self.link.seconds_per_byte
         weights = self.weights.sizes[choice.weights] * self.link.seconds_per_byte
-        waits = max((self.waits[gradient] for gradient in choice.gradients), default=0) if self.waits else 0
-        hideable = (0.0 if waits else gradients) + (weights if self.weights.overlap else 0.0)
-        return hideable, gradients + weights - hideable + waits * self.link.latency
+        late = 0.0 if self.weights.overlap else weights
+        return gradients + weights - late, late
 
     def _codec(self, choice: Choice) -> float:
         shares = [sum(column) for column in self.sizes]

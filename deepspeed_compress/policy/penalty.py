@@ -4,9 +4,8 @@ The curves come from measurements (docs/results.md, "Adaptive"). Coarse messages
 far fewer later. If settings of equal error differ, the curve has the larger number, so a choice is never worse than
 predicted.
 
-The error of one message determines the cost of a quantizer or a sparsifier. It does not determine that of PowerSGD,
-whose factors are warm-started and whose residual returns over many steps, nor that of weights, whose next difference
-contains what the last one left out. Their costs are tabulated by method.
+The error of one message determines the cost of a quantizer or a sparsifier. It does not determine that of weights,
+whose next difference contains what the last one left out. Their costs are tabulated by method.
 """
 
 import itertools
@@ -23,9 +22,6 @@ CURVES: Mapping[int, Curve] = {
     500: ((0.0, 1.0), (0.15, 1.0), (0.38, 1.08), (0.65, 1.4), (1.0, 1.5)),
 }
 """Curves for gradients, by optimizer step."""
-LOW_RANK: Curve = ((0.0, 0.99), (1.0, 0.7), (2.0, 0.5), (3.0, 0.27), (4.0, 0.15))
-"""Points (log2 of PowerSGD's rank, error of messages that cost as many steps). Ranks 1 to 8 are measured. The value of
-rank 16 assumes that doubling the rank halves the error. Rank 1 costs more steps than any error in `CURVES`."""
 WEIGHTS: Mapping[int, Curve] = {
     80: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.4), (1.0, 2.0)),
     300: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.22), (1.0, 2.0)),
@@ -48,7 +44,7 @@ def penalty(error: float, step: int) -> float:
 
     Args:
         error: ||x - C(x)|| / ||x|| of the gradient messages, measured without error feedback (training is assumed to
-            use it); for PowerSGD, `low_rank_error`.
+            use it).
         step: optimizer steps done. Curves are interpolated in log(step); beyond them, the nearest curve is used.
 
     Returns:
@@ -56,11 +52,6 @@ def penalty(error: float, step: int) -> float:
         up, and for NaN.
     """
     return _at_step(CURVES, error, step)
-
-
-def low_rank_error(rank: int) -> float:
-    """Return the error of messages that cost as many steps as PowerSGD of `rank` with error feedback."""
-    return _interpolate(LOW_RANK, min(math.log2(rank), LOW_RANK[-1][0]))
 
 
 def weights_penalty(weights: WeightsConfig, step: int) -> float:

@@ -14,9 +14,8 @@ from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.auto import AutoChoice
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text
-from deepspeed_compress.policy.guard import Guard, warn_of_ended_decisions
+from deepspeed_compress.policy.guard import Guard
 from deepspeed_compress.policy.schedule import SettingsSchedule
-from deepspeed_compress.policy.selector import AllowedChoices
 
 
 class Policy:
@@ -26,18 +25,14 @@ class Policy:
         config: the section.
         total: optimizer steps of training; needed if the schedule has phases.
         record: called with every event.
-        available: the choices that the engine allows, if the section is adaptive.
+        differences: True if weights are sent as differences, so that their settings may be chosen.
     """
 
     def __init__(
-        self,
-        config: CompressConfig,
-        total: int | None,
-        record: Callable[[Event], None],
-        available: AllowedChoices = AllowedChoices(),  # noqa: B008  (frozen)
+        self, config: CompressConfig, total: int | None, record: Callable[[Event], None], differences: bool = False
     ) -> None:
         self._config = config
-        self.adaptation = None if config.adaptive is None else Adaptation(config, record, available)
+        self.adaptation = None if config.adaptive is None else Adaptation(config, record, differences)
         self.auto = None if config.auto is None else AutoChoice(config, record)
         self.guard = None if config.guard is None else Guard(config, record)
         choosers: list[Decider | None] = [SettingsSchedule(config, total), self.adaptation, self.auto]
@@ -92,7 +87,6 @@ class Policy:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that `saved` returned; call `begin` afterwards."""
-        warn_of_ended_decisions(self._config, saved)
         for decider in self._deciders:
             decider.load(saved)
         self._plan = self._stand_in(settings_of(saved["settings"]))

@@ -16,7 +16,6 @@ from deepspeed_compress.config import (
     CompressConfig,
     CompressedGradients,
     GradientsConfig,
-    PowerSGDGradients,
     WeightsConfig,
 )
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
@@ -31,19 +30,6 @@ MAX_ERROR_WITHOUT_FEEDBACK = 0.3
 
 
 @dataclass(frozen=True)
-class AllowedChoices:
-    """The choices that an engine allows.
-
-    Attributes:
-        low_rank: PowerSGD, which requires that ranks compute equal bits, is among the default candidates.
-        weights: settings of weights can be chosen, because weights are sent as differences.
-    """
-
-    low_rank: bool = True
-    weights: bool = False
-
-
-@dataclass(frozen=True)
 class Decision:
     """A choice, its `evidence`, and the result of `Measurement.hidden_seconds` at the time."""
 
@@ -53,17 +39,17 @@ class Decision:
 
 
 class CandidateSelector:
-    """Selector of candidates for gradients and, if `available`, weights. `config.adaptive` has its rules."""
+    """Selector of candidates for gradients and, if they are sent as `differences`, weights; see `config.adaptive`."""
 
-    def __init__(self, config: CompressConfig, available: AllowedChoices = AllowedChoices()) -> None:
+    def __init__(self, config: CompressConfig, differences: bool = False) -> None:
         assert config.adaptive is not None
         self._config = config.adaptive
         without_feedback = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
         default = MAX_ERROR_WITHOUT_FEEDBACK if without_feedback else math.inf
         self._max_error = config.adaptive.max_error or default
-        self.candidates: tuple[GradientsConfig, ...] = gradient_candidates(config, available.low_rank)
+        self.candidates: tuple[GradientsConfig, ...] = gradient_candidates(config)
         """The configured settings, then no compression, then the other candidates."""
-        self.weights: tuple[WeightsConfig, ...] = weight_candidates(config, available.weights)
+        self.weights: tuple[WeightsConfig, ...] = weight_candidates(config, differences)
         """The configured settings first; they are the only candidate if weights are not chosen."""
 
     @property
@@ -125,15 +111,8 @@ class CandidateSelector:
         """Return every choice of gradients with a small enough error, combined with every choice of weights."""
         uniform = ((one,) * len(now.gradients) for one in range(len(self.candidates)))
         options = {now.gradients, *uniform, *allocations(seen)}
-        gradients = (
-            option for option in options if self._is_possible(option) and self._is_accurate(seen.error(option), step)
-        )
+        gradients = (option for option in options if self._is_accurate(seen.error(option), step))
         return sorted(Choice(*pair) for pair in product(gradients, range(len(self.weights))))
-
-    def _is_possible(self, gradients: Sequence[int]) -> bool:
-        """Return True if no group overrides the method with PowerSGD, which only works for all gradients together."""
-        overriding = (self.candidates[gradient] for gradient in gradients if gradient != gradients[-1])
-        return not any(isinstance(one, PowerSGDGradients) for one in overriding)
 
     def _is_accurate(self, error: float, step: int) -> bool:
         return math.isfinite(penalty(error, step)) and error <= self._max_error

@@ -13,7 +13,6 @@ from deepspeed_compress.collectives.reduction import Groups, SeparateParameters
 from deepspeed_compress.compression.state import Contents
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.monitor import EventSink, Meter
-from deepspeed_compress.policy import AllowedChoices
 from deepspeed_compress.session.reporting import ByteReport
 
 
@@ -33,7 +32,7 @@ class EngineDescription:
         transactional: True if a step may be skipped, or its reductions rolled back.
         group: the ranks that report together; None for the whole job.
         deciding: the ranks that decide alike; None for the whole job.
-        available: the choices of an adaptive policy.
+        differences: True if weights are sent as differences.
         step: number of optimizer steps that the engine has taken.
         sink: another receiver of the figures.
         island: number of this island, if there are several.
@@ -51,7 +50,7 @@ class EngineDescription:
     transactional: bool = True
     group: ProcessGroup | None = None
     deciding: ProcessGroup | None = None
-    available: AllowedChoices = field(default_factory=AllowedChoices)
+    differences: bool = False
     step: int = 0
     sink: EventSink | None = None
     island: int | None = None

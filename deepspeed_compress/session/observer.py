@@ -48,16 +48,30 @@ def _means(sums: list[float]) -> StepMeans:
     return StepMeans(judged, milliseconds / times if times else None)
 
 
-class Losses:
-    """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
+class _Late:
+    """Sums over ranks that are computed while the next step runs, so they are known one step late."""
 
-    def __init__(self, device: Any, group: ProcessGroup | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
         self._waits: list[Callable[[], object]] = []
         # A reduction that is still running when the interpreter exits may abort it.
         weakref.finalize(self, _wait, self._waits)
-        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
         self._under_way: _UnderWay | None = None
+
+    def _exchange(self, numbers: torch.Tensor) -> list[float] | None:
+        """Return the previous sums, None for the first call, and begin to sum `numbers`. Collective."""
+        former = None if self._under_way is None else self._under_way.figures()
+        self._under_way = _summed(numbers, self._group)
+        self._waits[:] = [self._under_way.wait]
+        return former
+
+
+class Losses(_Late):
+    """Mean loss over ranks and micro-steps."""
+
+    def __init__(self, device: Any, group: ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
 
     def record(self, loss: Any) -> None:
         """Add the loss of a micro-step: a number, or a tensor, of which the mean is taken."""
@@ -85,12 +99,9 @@ class Losses:
         """
         if step_ms is not None:
             self._add(4, step_ms)
-        former, sums = self._under_way, self._sums
-        self._sums = torch.zeros_like(sums)
-        means = StepMeans() if former is None else _means(former.figures())
-        self._under_way = _summed(sums, self._group)
-        self._waits[:] = [self._under_way.wait]
-        return means
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        former = self._exchange(sums)
+        return StepMeans() if former is None else _means(former)
 
     def saved(self) -> list[float] | None:
         """Return the sums of the last step, which a resumed run needs; None before the first."""
@@ -101,19 +112,12 @@ class Losses:
         self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64), lambda: None)
 
 
-class BusyTimes:
-    """Milliseconds for which each rank was busy in a measured step.
-
-    They are gathered while training continues, so they are known one measured step late: an observing rank never waits
-    for a late one.
-    """
+class BusyTimes(_Late):
+    """Milliseconds for which each rank was busy in a measured step. An observing rank never waits for a late one."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None = None) -> None:
-        self._waits: list[Callable[[], object]] = []
-        weakref.finalize(self, _wait, self._waits)
+        super().__init__(group)
         self._device = device
-        self._group = group
-        self._under_way: _UnderWay | None = None
 
     def next(self, milliseconds: float | None) -> list[float]:
         """Return the busy times of the previous measured step, and begin to gather those of this one. Collective.
@@ -124,12 +128,10 @@ class BusyTimes:
         Returns:
             Milliseconds in order of ranks; empty if any is unknown.
         """
-        former = [] if self._under_way is None else self._under_way.figures()
         every = torch.zeros(dist.get_world_size(self._group), dtype=torch.float64, device=self._device)
         # A number is passed with the kernel launch; a tensor would make the host wait for the GPU.
         every.narrow(0, dist.get_rank(self._group), 1).fill_(-1.0 if milliseconds is None else milliseconds)
-        self._under_way = _summed(every, self._group)
-        self._waits[:] = [self._under_way.wait]
+        former = self._exchange(every)
         return former if former and min(former) >= 0 else []
 
 

@@ -1,9 +1,8 @@
 """Costs and errors of the candidates of an adaptive choice, measured on a sample of a step's gradients."""
 
-import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,15 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.low_rank import LowRank, Matrix, find_matrices, orthonormal
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.probes import link_seconds
 from deepspeed_compress.compression.compressors import Compressor
-from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
+from deepspeed_compress.config import GradientsConfig, MethodConfig, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts
 from deepspeed_compress.policy.measurement import fit
-from deepspeed_compress.policy.penalty import low_rank_error
 
 SLICE_NUMEL = 4096
 """Number of consecutive elements per slice of a sample."""
@@ -39,8 +36,6 @@ FASTER = 1.5
 """Factor by which a link must seem faster than before to be measured again."""
 MESSAGE = 2**20
 """Elements of the message from which sizes are computed, and of samples that are only timed."""
-PHASES = 4
-"""Consecutive messages of low-rank factors: of P and of Q, to their owners and back."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +46,11 @@ class Trial:
         errors: squared errors, by group of parameters.
         sizes: bytes sent, by group of parameters.
         seconds: time to encode and decode a step.
-        waits: messages that wait for each other (see `Measurement`).
     """
 
     errors: Sequence[float]
     sizes: Sequence[float]
     seconds: float
-    waits: int = 0
 
 
 @dataclass
@@ -81,19 +74,6 @@ class _Sample:
         counts = torch.tensor([values.numel() for values in self.slices], device=device)
         weights = torch.tensor(self.stands_for, dtype=torch.float32, device=device)
         return torch.cat(self.slices), weights.repeat_interleave(counts)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Bucket of the step as rank `rank` sends it: to its owners, or to all if `everywhere`."""
-
-    partition: Partition
-    rank: int
-    everywhere: bool
-
-    def sent(self, owner: int, numel: int) -> int:
-        """Return how many elements this rank sends of a segment of `numel` elements that `owner` owns."""
-        return numel if owner != self.rank else numel * (self.partition.world_size - 1) * self.everywhere
 
 
 @dataclass(frozen=True)
@@ -137,7 +117,6 @@ class Prober:
         self._device = device
         self._everyone = everyone
         self._samples = self._fresh()
-        self._buckets: list[_Seen] = []
         self._last: AlphaBeta | None = None
 
     def _fresh(self) -> list[_Sample]:
@@ -145,11 +124,10 @@ class Prober:
 
     def see(self, bucket: Tensor, partition: Partition, rank: int, everywhere: bool) -> None:
         """Sample `bucket`, which is about to be reduced to its owners, or to all ranks if `everywhere`."""
-        seen = _Seen(partition, rank, everywhere)
-        self._buckets.append(seen)
+        to_all = (partition.world_size - 1) * everywhere
         for segment in partition.segments:
             sample = self._samples[self._group(segment.parameter)]
-            sample.sent += seen.sent(segment.owner, segment.numel)
+            sample.sent += segment.numel * (1 if segment.owner != rank else to_all)
             count = max(1, segment.numel // (RATE * SLICE_NUMEL))
             stride = segment.numel // count
             for first in range(0, count * stride, max(1, stride)):
@@ -165,7 +143,6 @@ class Prober:
     def forget(self) -> None:
         """Drop the samples of a step that is not measured."""
         self._samples = self._fresh()
-        self._buckets = []
 
     def measure(self, group: ProcessGroup, waited: float, step: float, traffic: WeightTraffic) -> Measurement:
         """Measure the candidates on the samples of all ranks. Collective.
@@ -176,12 +153,12 @@ class Prober:
             step: seconds that the step took.
             traffic: traffic of the weights whose settings are chosen.
         """
-        samples, buckets = self._samples, self._buckets
+        samples = self._samples
         self.forget()
         joined = [sample.joined(self._device) for sample in samples]
         sent = [sample.sent for sample in samples]
         norms = [weighted(x, weights) for x, weights in joined]
-        tried = [self._try(settings, joined, sent, norms, buckets) for settings in self._adaptive.candidates]
+        tried = [self._try(settings, joined, sent) for settings in self._adaptive.candidates]
         sums = self._reduced([waited, step, *norms, *(x for one in tried for x in (*one.errors, *one.sizes))], "SUM")
         count, world = len(samples), dist.get_world_size(self._everyone)
         rows = [sums[start : start + count] for start in range(2, len(sums), count)]
@@ -193,70 +170,15 @@ class Prober:
             link=self._link(group),
             waited=sums[0] / world,
             step=sums[1] / world,
-            waits=tuple(map(int, self._reduced([one.waits for one in tried], "MAX"))),
             weights=self._measure_weights(_few(joined), world, traffic),
         )
 
-    def _try(
-        self,
-        settings: GradientsConfig,
-        joined: Sequence[tuple[Tensor, Tensor]],
-        sent: Sequence[int],
-        norms: Sequence[float],
-        buckets: Sequence[_Seen],
-    ) -> Trial:
-        if isinstance(settings, PowerSGDGradients):
-            return self._try_low_rank(settings, _few(joined), norms, buckets)
+    def _try(self, settings: GradientsConfig, joined: Sequence[tuple[Tensor, Tensor]], sent: Sequence[int]) -> Trial:
         if not isinstance(settings, MethodConfig):
-            return Trial([0.0] * len(sent), [float(self._itemsize * numel) for numel in sent], 0.0)
+            return Trial([0.0] * len(sent), [float(self._parameters.dtype.itemsize * numel) for numel in sent], 0.0)
         tried = try_messages(settings.compressor(), joined, sent)
         # The error of one message does not describe a momentum, and these methods have no other candidates.
         return Trial([0.0] * len(sent), tried.sizes, tried.seconds) if settings.method in OWN_MOMENTUM else tried
-
-    @property
-    def _itemsize(self) -> int:
-        return self._parameters.dtype.itemsize
-
-    def _try_low_rank(
-        self, settings: PowerSGDGradients, sample: Tensor, norms: Sequence[float], buckets: Sequence[_Seen]
-    ) -> Trial:
-        """Try PowerSGD: low-rank factors of matrices, and everything else uncompressed."""
-        raw = self._parameters.uncompressed(settings.min_numel)
-        shapes = {name: shape for name, shape in self._parameters.shapes.items() if name not in raw}
-        low_rank = LowRank(shapes, settings.rank)
-        found = [(seen, find_matrices(seen.partition, low_rank)) for seen in buckets]
-        segments = (segment for seen in buckets for segment in seen.partition.segments)
-        numels = self._by_group((one.parameter, one.numel) for one in segments)
-        approximated = self._by_group((one.name, one.whole.numel) for _, matrices in found for one in matrices)
-        lost = low_rank_error(settings.rank) ** 2
-        return Trial(
-            [lost * norm * part / max(numel, 1) for norm, part, numel in zip(norms, approximated, numels, strict=True)],
-            self._by_group(self._low_rank_bytes(found, bytes_each(settings.factor_compressor()))),
-            low_rank_seconds(sample, settings.rank) * sum(approximated),
-            PHASES * sum(bool(matrices) and seen.partition.world_size > 1 for seen, matrices in found),
-        )
-
-    def _low_rank_bytes(
-        self, found: Sequence[tuple[_Seen, Sequence[Matrix]]], each: float
-    ) -> Iterator[tuple[str, float]]:
-        """Yield, by parameter, the bytes that this rank sends.
-
-        Factors are all-reduced at `each` bytes per element; everything else is uncompressed.
-        """
-        for seen, matrices in found:
-            ranks, names = seen.partition.world_size, {matrix.name for matrix in matrices}
-            for matrix in matrices:
-                yield matrix.name, 2 * (ranks - 1) / ranks * each * matrix.rank * (matrix.rows + matrix.columns)
-            for segment in seen.partition.segments:
-                if segment.parameter not in names:
-                    yield segment.parameter, float(self._itemsize * seen.sent(segment.owner, segment.numel))
-
-    def _by_group(self, amounts: Iterable[tuple[str, float]]) -> list[float]:
-        """Return the sums of (parameter, amount) pairs by group of parameters."""
-        totals = [0.0] * (len(self._adaptive.groups) + 1)
-        for name, amount in amounts:
-            totals[self._group(name)] += amount
-        return totals
 
     def _measure_weights(self, sample: Tensor, world: int, traffic: WeightTraffic) -> WeightCosts:
         """Return the costs of all weight candidates. The time of a codec does not depend on the encoded values."""
@@ -357,31 +279,6 @@ def codec_seconds(compressor: Compressor, x: Tensor) -> tuple[float, float]:
     encoded = now(x.device)
     compressor.decompress_add(payload, out, 1.0)
     return (encoded - begin) / x.numel(), (now(x.device) - encoded) / x.numel()
-
-
-def low_rank_seconds(x: Tensor, rank: int) -> float:
-    """Return the seconds per element of the computation of `PowerSGDReducer`.
-
-    It is tried on `x` (flat fp32) as one square matrix; passes over memory and products are those of a stack of
-    matrices.
-    """
-    side = math.isqrt(x.numel())
-    if not side:
-        return 0.0
-    gradients, rank = x[: side * side], min(rank, side)
-    residuals = gradients.to(torch.bfloat16)
-    basis = orthonormal(gradients.view(1, side, side)[:, :rank].clone())
-    begin = now(x.device)
-    p = torch.bmm(basis, _matrix(gradients, residuals, side).mT)
-    factor = torch.bmm(orthonormal(p), _matrix(gradients, residuals, side))
-    rest = _matrix(gradients, residuals, side).baddbmm_(basis.mT, factor, alpha=-1.0)
-    residuals.copy_(rest.view(-1))
-    torch.bmm(basis.mT, factor)
-    return (now(x.device) - begin) / (side * side)
-
-
-def _matrix(gradients: Tensor, residuals: Tensor, side: int) -> Tensor:
-    return (gradients + residuals).view(1, side, side)
 
 
 def _try_weights(settings: WeightsConfig, sample: Tensor, traffic: WeightTraffic) -> tuple[float, float]:

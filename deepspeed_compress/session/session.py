@@ -99,7 +99,7 @@ class Session:
         if writer.active:
             self.subscribe(writer.write)
         total = total_steps(engine.document, config.schedule)
-        self.policy = Policy(config, total, self._log.record, engine.available)
+        self.policy = Policy(config, total, self._log.record, engine.differences)
         self.reductions = _make_reductions(engine, self.run)
         """Reducers for each choice of gradient settings; None for method "none", which leaves them to the engine."""
         self._settings = StepSettings(config, self.policy, self.reductions)

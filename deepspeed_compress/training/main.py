@@ -14,7 +14,6 @@ from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.launcher.heartbeat import RESUME
 from deepspeed_compress.models import save_pretrained
 from deepspeed_compress.models.sources import build_skeleton
-from deepspeed_compress.program_warnings import hide_foreign_warnings
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
 from deepspeed_compress.training.data.tokens import end_token, load_tokenizer
@@ -29,7 +28,6 @@ from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, s
 def main(argv: list[str] | None = None) -> int:
     """Train, and return the exit status: 0, or 2 after one line on stderr if the user has to correct something."""
     options = parse_options(argv)
-    hide_foreign_warnings()
     ranks = start_ranks(options.local_rank)
     status = 0
     try:

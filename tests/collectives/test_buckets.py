@@ -63,15 +63,6 @@ def test_partition_by_sizes_assigns_every_run_to_its_owner(
 
 @properties
 @given(parts())
-def test_the_segments_of_all_owners_form_the_bucket(case: tuple[list[tuple[str, list[tuple[int, int]]]], int]) -> None:
-    partition = partition_by_sizes(*case)
-    owned = [segment for rank in range(partition.world_size) for segment in partition.owned_by(rank)]
-    assert sorted(owned, key=lambda segment: segment.offset) == list(partition.segments)
-    assert all(segment.owner == rank for rank in range(case[1]) for segment in partition.owned_by(rank))
-
-
-@properties
-@given(parts())
 def test_gather_returns_the_elements_of_an_owner_in_bucket_order(
     case: tuple[list[tuple[str, list[tuple[int, int]]]], int],
 ) -> None:
@@ -148,9 +139,3 @@ def test_select_forms_a_sub_bucket_of_the_same_segments(
         same = ("parameter", "begin", "numel", "owner")
         assert [getattr(before, name) for name in same] == [getattr(after, name) for name in same]
         assert gather(sub_bucket, [after]).tolist() == gather(bucket, [before]).tolist()
-
-
-def test_select_of_all_or_no_segments() -> None:
-    partition = even_partition([("a", 3), ("b", 4)], 2)
-    assert select(partition, lambda segment: True) == (partition.segments, partition)
-    assert select(partition, lambda segment: False) == ((), Partition((), 2))

@@ -51,20 +51,23 @@ class _Gathering:
         return self._group.barrier()
 
 
-@pytest.mark.parametrize("share", [Link.all_gather, exchange._all_gather])
-def test_one_message_is_shared_with_all(share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_one_message_is_shared_with_all(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have messages of 0, 8 and 16 bytes; their own stay where they are."""
     monkeypatch.setattr(exchange, "_keep", lambda _: None)
 
-    def work(group: ProcessGroupGloo, rank: int) -> tuple[list[list[int]], bool]:
-        messages = [torch.full((8 * peer,), 9 if peer == rank else 0, dtype=torch.uint8) for peer in range(RANKS)]
-        messages[rank].add_(rank)
-        mine = messages[rank]
-        tag = () if share is exchange._all_gather else (3,)
-        share(Link(_Gathering(group) if not tag else group), messages, *tag).finish()  # type: ignore[arg-type]
-        return [one.tolist() for one in messages], messages[rank] is mine
+    def work(group: ProcessGroupGloo, rank: int) -> list[list[int]]:
+        sizes = [8 * peer for peer in range(RANKS)]
+        messages = torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = torch.split(messages, sizes)
+        parts[rank].fill_(9 + rank)
+        if on_gpu:
+            exchange._all_gather_split(Link(_Gathering(group)), messages, parts).finish()  # type: ignore[arg-type]
+        else:
+            Link(group).all_gather_split(messages, sizes, 3).finish()
+        return [one.tolist() for one in parts]
 
-    assert run_threads(RANKS, work) == [([[9 + peer] * 8 * peer for peer in range(RANKS)], True)] * RANKS
+    assert run_threads(RANKS, work) == [[[9 + peer] * 8 * peer for peer in range(RANKS)]] * RANKS
 
 
 def test_a_staged_message_is_copied_when_it_is_waited_for() -> None:

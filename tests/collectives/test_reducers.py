@@ -116,17 +116,6 @@ def test_reduce_scatter_sums_own_segments_and_keeps_the_others(ranks: int, numel
         assert torch.equal(found, expected)
 
 
-@every_ranks
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
-def test_the_scale_turns_the_sum_into_the_mean(operation: str, ranks: int) -> None:
-    partition = interleaved(ranks)
-    buckets = [normal(rank, partition.numel) for rank in range(ranks)]
-    mean = torch.stack(buckets).double().mean(dim=0).float()
-    for rank, found in enumerate(reduced(operation, buckets, partition, [FP32], 1 / ranks)):
-        own = partition.owned_by(rank)
-        torch.testing.assert_close(gather(found, own), gather(mean, own), rtol=1e-6, atol=1e-6)
-
-
 @SAMPLED
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if not is_random(codec)], ids=repr)
 def test_reduce_scatter_adds_decoded_messages_to_exact_own_elements(codec: Compressor) -> None:

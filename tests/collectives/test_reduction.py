@@ -348,15 +348,15 @@ def test_a_pattern_may_match_only_on_other_ranks(group: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "reason"),
+    "gradients",
     [
-        ({"min_numel": 10_000}, "min_numel 10000"),
-        ({"method": "powersgd", "rank": 64}, "rank 64"),
-        ({"overrides": [{"parameters": "weight|bias", "method": "none"}]}, "overrides"),
+        {"min_numel": 10_000},
+        {"method": "powersgd", "rank": 64},
+        {"overrides": [{"parameters": "weight|bias", "method": "none"}]},
     ],
 )
-def test_settings_that_compress_nothing_warn(group: ProcessGroup, gradients: dict[str, Any], reason: str) -> None:
-    with pytest.warns(CompressWarning, match=f"compresses none of the 4 parameters .* {reason}"):
+def test_settings_that_compress_nothing_warn(group: ProcessGroup, gradients: dict[str, Any]) -> None:
+    with pytest.warns(CompressWarning, match="compresses none of the 4 parameters"):
         build(group, section(gradients))
 
 

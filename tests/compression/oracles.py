@@ -84,12 +84,6 @@ def scaled_sign(x: Doubles) -> Doubles:
     return np.where(x >= 0, 1.0, -1.0) * (sum(abs(float(element)) for element in x) / len(x))
 
 
-def ternary_weights(x: Doubles) -> Doubles:
-    """Return the ternary form of arXiv:1605.04711, section 2.2: threshold 0.7 E|x|, scale the mean of |x| above it."""
-    kept = np.abs(x) > 0.7 * np.abs(x).mean()
-    return np.where(kept, np.sign(x), 0.0) * float(np.abs(x)[kept].mean())
-
-
 def terngrad(x: Doubles, uniforms: Doubles) -> Doubles:
     """Return s sign(g) b with s = max |g| and P(b = 1) = |g| / s (arXiv:1705.07878, section 3).
 

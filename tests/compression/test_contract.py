@@ -215,7 +215,7 @@ def test_messages_are_added_one_after_the_other(codec: Compressor) -> None:
     numel = 3 * block_of(codec) + 7
     payloads = [encode(codec, noise(numel, seed)) for seed in range(3)]
     together, one_by_one = noise(numel, 9), noise(numel, 9)
-    Codec(codec).decode_add(payloads, (), together, 1 / 3)
+    Codec(codec).decode(payloads, (), together, 1 / 3, add=True)
     for payload in payloads:
         codec.decompress_add(payload, one_by_one, 1 / 3)
     assert torch.equal(together, one_by_one)

@@ -52,7 +52,7 @@ class Sender:
 def send(sender: Sender, x: Tensor, key: int = 0) -> Tensor:
     """Send `x` as a message of SEGMENTS, and return the decoded message."""
     decoded = torch.zeros_like(x)
-    sender.codec.decode_add([sender.encode(x, SEGMENTS, key)], SEGMENTS, decoded, 1.0)
+    sender.codec.decode([sender.encode(x, SEGMENTS, key)], SEGMENTS, decoded, 1.0, add=True)
     return decoded
 
 

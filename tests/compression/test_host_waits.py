@@ -54,7 +54,7 @@ def waits(codec: Codec, feedback: Any) -> set[str]:
         for step in range(2):
             with HostWaits() as seen:
                 feedback.encode(codec.coefficients(x, SEGMENTS), SEGMENTS, out, 3 + step, codec)
-                codec.decode_add([out, out], SEGMENTS, torch.zeros_like(x), 0.5)
+                codec.decode([out, out], SEGMENTS, torch.zeros_like(x), 0.5, add=True)
                 feedback.keep(x.clone(), SEGMENTS, codec)
     return seen.found
 

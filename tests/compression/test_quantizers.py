@@ -444,38 +444,3 @@ def test_the_error_of_sign_depends_on_the_density_of_the_block(x: Tensor) -> Non
     for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
         density = np.abs(part).sum() ** 2 / (len(part) * (part**2).sum())
         assert math.isclose(oracles.squared_error(part, found), 1 - density, rel_tol=0, abs_tol=1e-5)
-
-
-def test_fitted_levels_have_a_smaller_error_than_signs_ternary_weights_and_absmax_levels() -> None:
-    for x in distributions().values():
-        exact, parts = x.double().numpy(), blocks(x, 256)
-        signs, three, two_bits, three_bits = (
-            oracles.squared_error(exact, transmit(codec, x).double().numpy())
-            for codec in (Sign(256), Sign(256, levels=3), Blockwise(2, 256), Blockwise(3, 256))
-        )
-        ternary = np.concatenate([oracles.ternary_weights(part) for part in parts])
-        absmax = {bits: np.concatenate([oracles.absmax(part, bits).decode() for part in parts]) for bits in (2, 3)}
-        assert three < 0.55 * signs
-        assert two_bits < 0.7 * oracles.squared_error(exact, ternary)
-        assert two_bits < 0.3 * oracles.squared_error(exact, absmax[2])
-        assert three_bits < 0.7 * oracles.squared_error(exact, absmax[3])
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantization_matches_fake_quantize_of_torch(bits: int) -> None:
-    """torch multiplies by the reciprocal of the scale, so it may round ties differently."""
-    rows, levels = sample(5, 200 * BLOCK).view(-1, BLOCK), 2 ** (bits - 1) - 1
-    scales = rows.abs().amax(dim=1) / levels
-    zeros = torch.zeros(len(rows), dtype=torch.int32)
-    expected = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -levels, levels)
-    steps = (transmit(Blockwise(bits, BLOCK), rows.view(-1)).view_as(rows) - expected) / scales.unsqueeze(1)
-    assert (steps.abs() < 1e-3).float().mean() > 0.999
-    assert float(steps.abs().max()) < 1.001
-
-
-@properties
-@given(x=vectors, bits=st.sampled_from(BITS))
-def test_percentile_100_equals_blockwise(x: Tensor, bits: int) -> None:
-    if bits > 2:
-        assert torch.equal(encode(Percentile(bits, BLOCK, 100.0), x), encode(Blockwise(bits, BLOCK), x))
-    assert torch.equal(encode(Percentile(bits, BLOCK, 100.0, True), x), encode(Blockwise(bits, BLOCK, True), x))

@@ -18,34 +18,23 @@ def optimizer(name: str, **params: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "pointer", "words"),
+    ("gradients", "pointer", "instead"),
     [
-        (
-            {"overrides": DELAYED, "error_feedback": None},
-            "overrides/0/every",
-            ["4 ", "null", 'or "error_feedback": {}'],
-        ),
-        ({"overrides": DELAYED, "error_feedback": {"decay": 0.5}}, "overrides/0/every", ["decay: 0.5", '"decay": 1.0']),
-        (
-            {"overrides": DELAYED, "error_feedback": {"reset_interval": 6}},
-            "overrides/0/every",
-            ["reset_interval: 6", '"reset_interval": 8'],
-        ),
-        (
-            {"method": "block_topk", "block_size": 64, "group": 128, "density": 0.5},
-            "group",
-            ["128 is more than block_size 64", 'Write 64, or "block_size": 128'],
-        ),
+        ({"overrides": DELAYED, "error_feedback": None}, "overrides/0/every", 'or "error_feedback": {}'),
+        ({"overrides": DELAYED, "error_feedback": {"decay": 0.5}}, "overrides/0/every", '"decay": 1.0'),
+        ({"overrides": DELAYED, "error_feedback": {"reset_interval": 6}}, "overrides/0/every", '"reset_interval": 8'),
+        ({"method": "block_topk", "block_size": 64, "group": 128, "density": 0.5}, "group", '64, or "block_size": 128'),
     ],
 )
-def test_a_section_that_contradicts_itself(gradients: dict[str, Any], pointer: str, words: list[str]) -> None:
+def test_a_section_that_contradicts_itself(gradients: dict[str, Any], pointer: str, instead: str) -> None:
     ds_config = {SECTION: {"gradients": gradients}}
     with pytest.raises(ConfigError, match=r"^1 problem in") as caught:
         parse_section(ds_config)
     [problem] = find_problems(ds_config)
     assert problem.pointer == f"/{SECTION}/gradients/{pointer}"
     assert str(problem) in str(caught.value)
-    assert [text for text in ["allowed: ", *words] if text not in str(problem)] == []
+    assert "allowed: " in problem.message
+    assert instead in problem.remedy
 
 
 @pytest.mark.parametrize(
@@ -64,46 +53,31 @@ def test_a_section_that_agrees_with_itself(gradients: dict[str, Any]) -> None:
     parse_section({SECTION: {"gradients": gradients}})
 
 
+STAGE_3 = {"zero_optimization": {"stage": 3}}
+BETAS, MOMENTUM = "/optimizer/params/betas", "/optimizer/params/momentum"
+
+
 @pytest.mark.parametrize(
-    ("section", "native", "pointer", "words"),
+    ("section", "native", "pointer", "instead"),
     [
-        ({"weights": {}}, {}, f"/{SECTION}/weights", ["/zero_optimization/stage: 0", "stages 1, 2 and 3"]),
+        ({"weights": {}}, {}, f"/{SECTION}/weights", "/zero_optimization/stage"),
         # Without ZeRO, an ordinary engine in bf16 gathers no weights.
-        ({"weights": {}}, {"bf16": {"enabled": True}}, f"/{SECTION}/weights", ['"parallelism": {"pipeline": 2}']),
-        (
-            {"weights": {"bits": 2}},
-            {"zero_optimization": {"stage": 3}},
-            f"/{SECTION}/weights",
-            ['"bits": 2', "stage: 3", '"bits": 8'],
-        ),
-        (
-            {"weights": {"rounding": "stochastic"}, "parallelism": {"zero_stage": 3}},
-            {"bf16": {"enabled": True}},
-            f"/{SECTION}/weights",
-            ['"stochastic"', "stage: 3"],
-        ),
-        ({"gradients": {"method": "dgc"}}, ADAM, "/optimizer/params/betas", ["[0.9, 0.999] of AdamW", '"dgc"']),
-        (
-            {"gradients": {"method": "demo"}},
-            optimizer("Adam", betas=[0.5, 0.95]),
-            "/optimizer/params/betas",
-            ["[0.5, 0.95]", 'Write "betas": [0.0, 0.95]', '"auto", and pass --adam_beta1 0 to the script'],
-        ),
-        (
-            {"gradients": {"method": "demo"}},
-            optimizer("SGD", momentum=0.9),
-            "/optimizer/params/momentum",
-            ["0.9", "allowed: 0", 'Write "momentum": 0.0'],
-        ),
+        ({"weights": {}}, {"bf16": {"enabled": True}}, f"/{SECTION}/weights", '"parallelism": {"pipeline": 2}'),
+        ({"weights": {"bits": 2}}, STAGE_3, f"/{SECTION}/weights", '"bits": 8'),
+        ({"weights": {"rounding": "stochastic"}}, STAGE_3, f"/{SECTION}/weights", '"nearest"'),
+        ({"gradients": {"method": "dgc"}}, ADAM, BETAS, '"betas": [0.0, 0.999]'),
+        ({"gradients": {"method": "demo"}}, optimizer("Adam", betas=[0.5, 0.95]), BETAS, "--adam_beta1 0"),
+        ({"gradients": {"method": "demo"}}, optimizer("SGD", momentum=0.9), MOMENTUM, '"momentum": 0.0'),
     ],
 )
 def test_a_section_that_the_file_contradicts(
-    section: dict[str, Any], native: dict[str, Any], pointer: str, words: list[str]
+    section: dict[str, Any], native: dict[str, Any], pointer: str, instead: str
 ) -> None:
     ds_config = {**native, SECTION: section}
     [problem] = find_problems(ds_config)
     assert problem.pointer == pointer
-    assert [text for text in ["allowed: ", *words] if text not in str(problem)] == []
+    assert "allowed: " in problem.message
+    assert instead in problem.remedy
     with pytest.raises(ConfigError, match=r"^1 problem in") as caught:
         expand(ds_config, parse_section(ds_config))
     assert str(problem) in str(caught.value)
@@ -292,54 +266,33 @@ def test_bits_of_exact_rollout_weights_have_no_effect() -> None:
     assert find_problems({SECTION: {"rollout": {"directory": "/shared", "method": "blockwise", "bits": 4}}}) == []
 
 
+DEEP_EP = {"expert_parallel": {"enabled": True, "autoep_size": 2, "comm_backend": "deepep"}}
+OVERLAPPED = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
+
+
 @pytest.mark.parametrize(
-    ("section", "file", "pointer", "words"),
+    ("activations", "file", "pointer"),
     [
-        ({"activations": {}}, {}, "activations", "no effect without tensor, pipeline, experts or sequence"),
-        ({"activations": {"tensor": {"merge": False}}}, {}, "activations/tensor/merge", "no effect without bits"),
-        (
-            {"activations": {"tensor": {"backward_bits": 8}}},
-            {},
-            "activations/tensor/backward_bits",
-            "8 has no effect without bits",
-        ),
-        (
-            {"activations": {"tensor": {"bits": 8}}},
-            {"tensor_parallel": {"autotp_size": 1}},
-            "activations/tensor",
-            "no effect with /tensor_parallel/autotp_size: 1",
-        ),
-        (
-            {"activations": {"tensor": {}}},
-            {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
-            "activations/tensor",
-            "cannot be combined with /tensor_parallel/tp_overlap_comm: true",
-        ),
-        ({"activations": {"experts": {}}}, {}, "activations/experts", "no effect without dispatch or combine"),
-        (
-            {"activations": {"experts": {"combine": {}}}},
-            {"expert_parallel": {"enabled": True, "autoep_size": 2, "comm_backend": "deepep"}},
-            "activations/experts",
-            'cannot be combined with /expert_parallel/comm_backend: "deepep"',
-        ),
-        (
-            {"activations": {"sequence": {}}},
-            {"sequence_parallel_size": 1},
-            "activations/sequence",
-            "no effect with /sequence_parallel_size: 1",
-        ),
-        (
-            {"activations": {"sequence": {"bits": 4}}, "parallelism": {"pipeline": 2}},
-            {},
-            "activations/sequence",
-            f"cannot be combined with /{SECTION}/parallelism/pipeline above 1",
-        ),
+        ({}, {}, ""),
+        ({"tensor": {"merge": False}}, {}, "/tensor/merge"),
+        ({"tensor": {"backward_bits": 8}}, {}, "/tensor/backward_bits"),
+        ({"tensor": {"bits": 8}}, {"tensor_parallel": {"autotp_size": 1}}, "/tensor"),
+        ({"tensor": {}}, OVERLAPPED, "/tensor"),
+        ({"experts": {}}, {}, "/experts"),
+        ({"experts": {"combine": {}}}, DEEP_EP, "/experts"),
+        ({"sequence": {}}, {"sequence_parallel_size": 1}, "/sequence"),
     ],
 )
-def test_activations_without_effect(section: dict[str, Any], file: dict[str, Any], pointer: str, words: str) -> None:
-    [problem] = find_problems({**file, SECTION: section})
-    assert problem.pointer == f"/{SECTION}/{pointer}"
-    assert words in str(problem)
+def test_activations_without_effect(activations: dict[str, Any], file: dict[str, Any], pointer: str) -> None:
+    [problem] = find_problems({**file, SECTION: {"activations": activations}})
+    assert problem.pointer == f"/{SECTION}/activations{pointer}"
+    assert "no effect" in problem.message or "cannot be combined" in problem.message
+
+
+def test_sequence_parallelism_is_refused_with_a_pipeline() -> None:
+    section = {"activations": {"sequence": {"bits": 4}}, "parallelism": {"pipeline": 2}}
+    [problem] = find_problems({SECTION: section})
+    assert problem.pointer == f"/{SECTION}/activations/sequence"
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,6 @@ def overridden(**override: object) -> dict:
             "rollout/bits",
             "8 has no effect with dtype bf16",
         ),
-        ({"rollout": {"directory": "/shared", "full_every": 1}}, "rollout/full_every", "all values in every version"),
-        ({"gradients": {"method": "topk", "density": 1}}, "gradients/density", "drops nothing"),
-        ({"gradients": {"method": "topk", "density": 0.01, "block_size": 64}}, "gradients/density", "block of 64 "),
-        ({"gradients": {"method": "demo", "density": 0.001, "tile": 16}}, "gradients/density", "block of 256 "),
-        (
-            {"gradients": {"method": "block_topk", "block_size": 64, "group": 16}},
-            "gradients/density",
-            "block of 4 .*0.25",
-        ),
-        ({"weights": {"method": "topk", "density": 1}}, "weights/density", "drops nothing"),
-        (overridden(method="topk", block_size=64), "gradients/overrides/0/density", "block of 64 "),
         *(
             ({"gradients": {"method": method, "error_feedback": None}}, "gradients/error_feedback", f'"{method}" loses')
             for method in ("sign", "topk", "block_topk", "randomk", "powersgd")

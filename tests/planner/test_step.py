@@ -54,7 +54,7 @@ def test_uncompressed_gradients_travel_twice_unless_nccl_sends_them_to_owners(gp
 def test_nccl_brings_compressed_weights_into_a_node_once(
     zero: int, name: str, ranks: str, exact: int, times: float
 ) -> None:
-    """A ring brings them into a node of eight once. With gloo, they go straight to every rank (`Link.all_gather`)."""
+    """A ring brings them into a node of eight once. With gloo, they go straight to every rank."""
     sent = []
     for bits in (0, 8):
         weights = layout(zero=zero, accumulation=1, weight_bits=bits)

@@ -12,7 +12,6 @@ from deepspeed_compress.config.candidates import gradient_candidates, weight_can
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy import (
-    AllowedChoices,
     AlphaBeta,
     CandidateSelector,
     Choice,
@@ -22,11 +21,9 @@ from deepspeed_compress.policy import (
     WeightCosts,
 )
 from deepspeed_compress.policy.adaptation import Adaptation
-from deepspeed_compress.policy.penalty import low_rank_error, penalty, weights_penalty
+from deepspeed_compress.policy.penalty import penalty, weights_penalty
 
-POWERSGD = {"method": "powersgd", "rank": 4}
-RANKS = [f"powersgd rank={rank}" for rank in (8, 4, 2, 1)]
-ALL = AllowedChoices(weights=True)
+SIGN = {"method": "sign"}
 THREE = {"method": "sign", "levels": 3}
 WEIGHTS = [{"method": "none"}, {"bits": 8}, THREE, {"method": "sign"}]
 """Candidates 1 to 4. Candidate 0 is the configured setting (4 bits)."""
@@ -39,24 +36,23 @@ def section(gradients: Any = None, written: Any = None, **adaptive: Any) -> Any:
 
 
 def adaptive(**settings: Any) -> CandidateSelector:
-    return CandidateSelector(section(candidates=[POWERSGD], weights=WEIGHTS, **settings), ALL)
+    return CandidateSelector(section(candidates=[SIGN], weights=WEIGHTS, **settings), differences=True)
 
 
 def measured(rate: float, waited: float = 1e9, groups: int = 1) -> Measurement:
-    """Return a measurement of 4 bits, none and PowerSGD on a link of `rate` bytes per second.
+    """Return a measurement of 4 bits, none and signs on a link of `rate` bytes per second.
 
     By default, no message is hidden.
     """
     share = 1 / groups
     return Measurement(
-        errors=tuple((error * share,) * groups for error in (0.02, 0.0, low_rank_error(4) ** 2)),
+        errors=tuple((error * share,) * groups for error in (0.02, 0.0, 0.25)),
         norms=(share,) * groups,
         sizes=tuple((size * share,) * groups for size in (5e6, 40e6, 0.7e6)),
         codec_seconds=(0.01, 0.0, 0.03),
         link=AlphaBeta(1e-4, 1 / rate),
         waited=waited,
         step=2.0,
-        waits=(0, 0, 8),
         weights=WEIGHT_COSTS,
     )
 
@@ -68,7 +64,7 @@ def names(found: Any) -> list[str]:
 def test_the_default_candidates_are_the_common_methods() -> None:
     found = names(gradient_candidates(section()))
     assert found[:2] == ["blockwise bits=4", "none"]
-    assert {f"blockwise bits={bits}" for bits in (8, 4, 3, 2)} | set(RANKS) < set(found)
+    assert {f"blockwise bits={bits}" for bits in (8, 4, 3, 2)} | {"sign"} < set(found)
     assert len(found) == len(set(found))
     assert names(weight_candidates(section(), differences=True)) == [
         "blockwise bits=4",
@@ -78,22 +74,6 @@ def test_the_default_candidates_are_the_common_methods() -> None:
         "sign levels=3",
         "sign",
     ]
-
-
-@pytest.mark.parametrize(
-    "gradients",
-    [
-        {"error_feedback": None},
-        {"error_feedback": {"decay": 0.9}},
-        {"error_feedback": {"reset_interval": 100}},
-        {"hierarchy": {"ranks_per_node": 2}},
-    ],
-)
-def test_powersgd_is_a_default_candidate_only_if_methods_can_alternate(gradients: dict[str, Any]) -> None:
-    assert not set(RANKS) & set(names(gradient_candidates(section(gradients))))
-    kept = names(gradient_candidates(section({"error_feedback": {"device": "cpu", "dtype": "int8"}})))
-    assert set(RANKS) < set(kept)
-    assert not set(RANKS) & set(names(gradient_candidates(section(), low_rank=False)))
 
 
 def test_weights_are_chosen_only_if_they_are_sent_as_compressed_differences() -> None:
@@ -145,26 +125,15 @@ def test_the_penalty_of_weights_matches_the_measurements() -> None:
         assert steps == sorted(steps, reverse=True)
 
 
-def test_the_penalty_of_powersgd_is_at_least_the_measured_one() -> None:
-    """Rank 8 took 330 steps to the loss of 300 steps of DDP; rank 4 took 358 and 381."""
-    early = {rank: penalty(low_rank_error(rank), 300) for rank in (1, 2, 4, 8, 16, 256)}
-    assert early[8] == pytest.approx(330 / 300, abs=0.02)
-    assert 381 / 300 <= early[4] <= 1.4
-    assert penalty(low_rank_error(8), 500) == pytest.approx(1.04, abs=0.01)
-    assert list(early.values()) == sorted(early.values(), reverse=True)
-    assert math.isfinite(early[1])
-    assert early[16] == early[256]
-
-
 @pytest.mark.parametrize(
     ("rate", "step", "gradients", "weights"),
     [
         (100e9 / 8, 300, "none", "none"),
         (1e9 / 8, 300, "blockwise bits=4", "blockwise bits=4"),
-        (1e8 / 8, 300, "powersgd rank=4", "sign"),
+        (1e8 / 8, 300, "sign", "sign"),
         (4e8 / 8, 2, "blockwise bits=4", "blockwise bits=4"),
         (4e8 / 8, 900, "blockwise bits=4", "sign levels=3"),
-        (1e7 / 8, 500, "powersgd rank=4", "sign"),
+        (1e7 / 8, 500, "sign", "sign"),
     ],
 )
 def test_gradients_and_weights_are_chosen_together(rate: float, step: int, gradients: str, weights: str) -> None:
@@ -191,21 +160,13 @@ def test_the_choice_is_the_best_of_all_pairs() -> None:
     assert evidence["predicted"] == pytest.approx(product) == pytest.approx(times[chosen.choice])
 
 
-def test_messages_of_powersgd_are_never_hidden() -> None:
-    """The backward pass hides all messages of 4 bits. PowerSGD waits for eight messages, one after the other."""
-    seen = measured(1e8 / 8, waited=0.0)
-    hidden, late = (replace(seen, weights=WeightCosts()).seconds(Choice((one,)), hidden=1.0) for one in (0, 2))
-    assert hidden == pytest.approx(0.01)
-    assert late == pytest.approx(0.03 + 0.7e6 / (1e8 / 8) + 8e-4)
-
-
 def test_weights_are_hidden_if_they_are_sent_during_the_forward_pass() -> None:
     seen = measured(1e8 / 8)
     overlapped = replace(seen, weights=replace(WEIGHT_COSTS, overlap=True))
     assert seen.seconds(Choice((2,)), hidden=1.0) == pytest.approx(overlapped.seconds(Choice((2,)), hidden=1.0) + 0.4)
 
 
-def test_the_hidden_time_is_kept_while_a_method_hides_nothing() -> None:
+def test_the_hidden_time_is_that_of_the_messages_that_did_not_wait() -> None:
     seen = replace(measured(1e8 / 8, waited=0.1), weights=WeightCosts())
     assert seen.hidden_seconds(Choice((0,)), 0.0) == pytest.approx(0.4 - 0.1)
     # All messages are hidden, so a step hides at least their time.
@@ -213,7 +174,6 @@ def test_the_hidden_time_is_kept_while_a_method_hides_nothing() -> None:
     assert replace(seen, waited=0.02).hidden_seconds(Choice((0,)), 0.7) == 0.7
     # A new measurement finds less.
     assert seen.hidden_seconds(Choice((0,)), 0.7) == pytest.approx(0.3)
-    assert seen.hidden_seconds(Choice((2,)), 0.7) == 0.7
 
 
 @pytest.mark.parametrize("rate", [1e7 / 8, 1e8 / 8, 1e9 / 8, 1e10 / 8])
@@ -232,21 +192,6 @@ def test_the_choice_does_not_depend_on_the_present_choice(rate: float, step: int
     assert len(chosen) == 1
 
 
-def test_powersgd_never_overrides_the_method_of_a_group() -> None:
-    found = adaptive(groups=["embed"])
-    assert not found._is_possible((2, 0))
-    assert found._is_possible((2, 2))
-    assert found._is_possible((0, 2))
-    settings = found.settings((0, 2))
-    assert brief(settings) == "powersgd rank=4"
-    assert [(override.parameters, override.method) for override in settings.overrides] == [("embed", "blockwise")]
-    seen = measured(1e7 / 8, groups=2)
-    # The error of the first group is negligible.
-    uneven = replace(seen, errors=tuple((error * 1e-6, error) for error, _ in seen.errors))
-    for step in (2, 300, 900):
-        assert found._is_possible(found.choose(Choice((0, 0)), uneven, step).choice.gradients)
-
-
 def test_a_candidate_with_an_unknown_error_is_not_chosen() -> None:
     seen = replace(measured(1e7 / 8), errors=((0.02,), (0.0,), (math.nan,)))
     assert adaptive().choose(Choice((0,)), seen, 900).choice.gradients != (2,)
@@ -254,14 +199,14 @@ def test_a_candidate_with_an_unknown_error_is_not_chosen() -> None:
 
 def test_a_single_rank_uses_no_compression() -> None:
     nothing = replace(measured(1e9), sizes=((0.0,),) * 3, weights=WeightCosts((0.0,) * 5, (0.0,) * 5))
-    alone = replace(nothing, codec_seconds=(0.0,) * 3, waits=(0, 0, 0), link=AlphaBeta(0.0, 0.0), waited=0.0)
+    alone = replace(nothing, codec_seconds=(0.0,) * 3, link=AlphaBeta(0.0, 0.0), waited=0.0)
     choice = adaptive().choose(Choice((0,)), alone, 2).choice
     assert choice.gradients == (1,)
     assert weights_penalty(adaptive().weights[choice.weights], 2) == 1.0
 
 
 def adaptation(**settings: Any) -> Adaptation:
-    return Adaptation(section(**{"candidates": [POWERSGD], "weights": WEIGHTS, **settings}), [].append, ALL)
+    return Adaptation(section(**{"candidates": [SIGN], "weights": WEIGHTS, **settings}), [].append, differences=True)
 
 
 def text_of(adaptation: Adaptation) -> str:
@@ -278,7 +223,7 @@ def test_a_choice_survives_a_resume() -> None:
     first = adaptation()
     for step, rate in ((2, 1e8 / 8), (11, 3.3e6)):
         first.choose(step, measured(rate, waited=0.123))
-    second = adaptation(candidates=[{"bits": 2}, POWERSGD], weights=WEIGHTS[::-1])
+    second = adaptation(candidates=[{"bits": 2}, SIGN], weights=WEIGHTS[::-1])
     second.load(through_json(first.saved()))
     assert second.saved() == first.saved()
     assert text_of(second) == text_of(first)
@@ -293,28 +238,28 @@ def test_saved_weights_that_are_no_longer_a_candidate_are_replaced_by_the_config
     first = adaptation()
     first._choice = Choice((2,), 3)
     second = adaptation(weights=[{"bits": 8}])
-    with pytest.warns(CompressWarning, match="among the candidates for weights"):
+    with pytest.warns(CompressWarning, match="among the candidates"):
         second.load({"adaptation": {**through_json(first.saved())["adaptation"], "next": 90, "last": 40}})
-    assert text_of(second) == "powersgd rank=4, weights blockwise bits=4"
+    assert text_of(second) == "sign, weights blockwise bits=4"
     assert second.due(48)
 
 
 def test_plans_and_events_contain_gradients_and_weights() -> None:
     events: list[Any] = []
-    found = Policy(section(candidates=[POWERSGD], weights=WEIGHTS), None, events.append, ALL)
+    found = Policy(section(candidates=[SIGN], weights=WEIGHTS), None, events.append, differences=True)
     assert (brief(found.begin(0).weights), found.begin(0).changed) == ("blockwise bits=4", False)
     assert found.begin(1).probe
     assert found.adaptation is not None
     found.adaptation.choose(2, replace(measured(3e5), step=34.0))
     plan = found.begin(2)
-    assert (plan.text, brief(plan.weights), plan.changed) == ("powersgd rank=4", "sign levels=3", True)
+    assert (plan.text, brief(plan.weights), plan.changed) == ("sign", "sign levels=3", True)
     assert not found.begin(3).changed
     [event] = events
     assert (event.before, event.after) == (
         "blockwise bits=4, weights blockwise bits=4",
-        "powersgd rank=4, weights sign levels=3",
+        "sign, weights sign levels=3",
     )
-    resumed = Policy(section(candidates=[POWERSGD], weights=WEIGHTS), None, events.append, ALL)
+    resumed = Policy(section(candidates=[SIGN], weights=WEIGHTS), None, events.append, differences=True)
     resumed.load(through_json(found.saved()))
     # Resuming is not a change of settings, which would convert the residuals again.
     assert resumed.begin(3) == found.begin(3)

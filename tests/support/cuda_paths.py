@@ -97,10 +97,6 @@ class Gpu(Device):
         """Start to send a message to all ranks as `Link.all_gather_split` does on a GPU, over the group of `link`."""
         return exchange._all_gather_split(exchange.Link(_Group(link, self, _SHARED)), *parts)  # type: ignore[arg-type]
 
-    def all_gather(self, link: exchange.Link, messages: Sequence[Tensor]) -> Any:
-        """Start to send a message to all ranks as `Link.all_gather` does on a GPU, over the group of `link`."""
-        return exchange._all_gather(exchange.Link(_Group(link, self, _SHARED)), messages)  # type: ignore[arg-type]
-
 
 @contextmanager
 def on_streams() -> Iterator[Gpu]:
@@ -118,9 +114,7 @@ def on_streams() -> Iterator[Gpu]:
         (accelerator, "use_host_timers"): lambda: True,
         (torch.cuda, "current_stream"): lambda *_: gpu.current,
         (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
-        (exchange, "_BY_DEVICE"): {
-            "cpu": exchange._Transport(gpu.start, gpu.all_gather, gpu.start_split, gpu.all_gather_split)
-        },
+        (exchange, "_BY_DEVICE"): {"cpu": exchange._Transport(gpu.start, gpu.start_split, gpu.all_gather_split)},
         (zero_0, "may_begin_early"): lambda *_: False,
         (zero_12, "may_wait"): lambda _: False,
     }

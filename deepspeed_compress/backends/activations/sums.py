@@ -136,10 +136,11 @@ class SequenceParts:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the parts of all ranks, of which `x` ([n, ...]) is this rank's: [ranks * n, ...]. Collective."""
-        ranks, rank = self.group.size(), self.group.rank()
+        ranks = self.group.size()
         whole, mine = x.new_empty(ranks * len(x), *x.shape[1:]), self.messages.encode(x, ranks - 1)
-        payloads = [mine if one == rank else self.messages.payload(x) for one in range(ranks)]
-        self._wait(Link(self.group).all_gather(payloads, 0), (ranks - 1) * mine.nbytes, x)
+        sizes, gathered = [mine.numel()] * ranks, mine.repeat(ranks)
+        self._wait(Link(self.group).all_gather_split(gathered, sizes, 0), (ranks - 1) * mine.nbytes, x)
+        payloads = torch.split(gathered, sizes)
         for payload, part in zip(payloads, whole.chunk(ranks), strict=True):
             self.messages.decode(payload, part)
         return whole

@@ -18,7 +18,7 @@ from deepspeed_compress.backends.deepspeed.announce import (
 )
 from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, make_byte_report
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
-from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, equal_machines, find_parameters
+from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, find_parameters
 from deepspeed_compress.backends.deepspeed.gradients.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.backends.deepspeed.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.backends.deepspeed.gradients.zero_12 import attach_zero_12
@@ -44,7 +44,6 @@ from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
-from deepspeed_compress.policy import AllowedChoices
 from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import ExactWeights, Session
@@ -193,22 +192,11 @@ def _describe(
         find_separate=partial(find_separate, engine),
         transactional=skips or overlaps,
         deciding=deciding,
-        available=_available(engine, config),
+        differences=engine_kind(engine) != "zero_3",
         step=engine.global_steps,
         sink=engine.monitor,
         island=None if island is None else island.number,
     )
-
-
-def _available(engine: Any, config: CompressConfig) -> AllowedChoices:
-    """Return the settings that an adaptive policy may choose from.
-
-    Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
-    """
-    if config.adaptive is None:
-        return AllowedChoices()
-    low_rank = equal_machines(engine.device, deciding_group(engine))
-    return AllowedChoices(low_rank, weights=engine_kind(engine) != "zero_3")
 
 
 def _made_groups(session: Session) -> Iterator[ProcessGroup | None]:

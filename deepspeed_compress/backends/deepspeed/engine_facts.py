@@ -1,6 +1,5 @@
 """Facts of an engine: its kind, its sizes, its parameters, which of them other ranks hold too, and its bucket sizes."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,12 +10,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.units import RankUnit, node_unit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
-from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.model_families import user_name
 from deepspeed_compress.session.patches import Patches
 
@@ -119,29 +116,6 @@ _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = {
     "zero_3": lambda engine: engine.get_data_types()[0],
 }
 """Dtype of the gradients in DeepSpeed's buckets. Uncompressed elements are sent in it, so they are not rounded."""
-
-
-def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> bool:
-    """Return True if PyTorch would choose the same kernels on all ranks of `group`, or of the job if None.
-
-    Otherwise, a CompressWarning is issued on all ranks. PowerSGD needs equal kernels, because every rank computes the
-    mean of matrices for itself. Collective.
-    """
-    found = gather_objects(_machine(device), group)
-    kinds = sorted(set(map(str, found)))
-    if len(kinds) > 1:
-        warnings.warn(
-            "/deepspeed_compress/adaptive: powersgd is not among the default candidates, because the ranks run on "
-            f"different machines ({'; '.join(kinds)}), and powersgd needs the same bits from all ranks",
-            CompressWarning,
-            stacklevel=2,
-        )
-    return len(kinds) == 1
-
-
-def _machine(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads"
 
 
 BUCKETS = 8

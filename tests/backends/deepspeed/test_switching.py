@@ -1,4 +1,4 @@
-"""Settings that alternate during a run: PowerSGD, blockwise and settings of weights, with the same residuals."""
+"""Settings that alternate during a run: methods of gradients and settings of weights, with the same residuals."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,11 +27,13 @@ pytestmark = pytest.mark.sampled(8)
 
 BITS, RANK2, RANK4 = {"bits": 4}, {"method": "powersgd", "rank": 2}, {"method": "powersgd", "rank": 4}
 THREE = {"method": "sign", "levels": 3, "block_size": 64}
-ADAPTIVE = {"probe_every": 2, "candidates": [{"bits": 2}, RANK2, RANK4]}
+TOPK = {"method": "topk", "density": 0.2, "values": {"bits": 4}}
+ADAPTIVE = {"probe_every": 2, "candidates": [{"bits": 2}, {"method": "sign"}, TOPK]}
 OF_WEIGHTS = {**ADAPTIVE, "weights": [{"method": "none"}, {"bits": 8}, {"bits": 3}, THREE]}
 SLOW = 100.0
 """Codec seconds of every candidate that is not to be chosen."""
-GRADIENTS = {2: "powersgd rank=2", 5: "blockwise bits=2", 8: "powersgd rank=4", 11: "none", 14: "powersgd rank=2"}
+TOPK_TEXT = "topk density=0.2 values=blockwise bits=4"
+GRADIENTS = {2: "sign", 5: "blockwise bits=2", 8: TOPK_TEXT, 11: "none", 14: "sign"}
 WEIGHTS = {2: "sign levels=3", 5: "none", 8: "blockwise bits=3", 11: "blockwise bits=8", 14: "sign levels=3"}
 """Settings chosen after these steps, all of which are measured."""
 STEPS = 17
@@ -100,7 +102,7 @@ def job(stage: int, **zero: Any) -> Job:
 @pytest.mark.parametrize("saved", [6, 9, 12])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_resumed_run_switches_methods_with_the_same_bits(stage: int, saved: int, tmp_path: Path) -> None:
-    """The method at the save differs from the next one, whose factors must be in the saved state."""
+    """The method at the save differs from the next one."""
     found = run_forks(2, switch, job(stage), str(tmp_path), saved)
     before, went_on, resumed = found[0]
     assert went_on == resumed
@@ -134,7 +136,7 @@ def test_a_step_that_is_not_finite_is_skipped_in_the_middle_of_turns(stage: int)
     settings, parameters, count = first
     assert count == 1
     assert all(value == value for values in parameters.values() for value in values)
-    assert settings[5].startswith("powersgd rank=2")
+    assert settings[5].startswith("sign")
     assert settings[6].startswith("blockwise bits=2")
 
 
@@ -147,7 +149,7 @@ def test_a_gradient_that_is_not_finite_is_so_on_all_ranks_whatever_is_in_force()
     assert first[0] == second[0]
     assert repr(first[1]) == repr(second[1])
     assert any(value != value for values in first[1].values() for value in values)
-    assert set(first[0][2:]) == {"powersgd rank=2, none"}
+    assert set(first[0][2:]) == {"sign, none"}
 
 
 def test_one_rank_sends_nothing_and_chooses_without_waiting() -> None:
@@ -252,15 +254,14 @@ def bytes_of_steps(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int],
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sampled(1)), 1, 2, 3])
 def test_the_bytes_that_are_predicted_are_those_that_are_sent(stage: int) -> None:
-    """Compares means over ranks. Short messages have headers and incomplete blocks, which factors do not have."""
+    """Compares means over ranks. Short messages have headers and incomplete blocks."""
     found = run_forks(2, bytes_of_steps, replace(job(stage), accumulation=2, steps=STEPS))
     predicted, predicted_of_weights = found[0][2:]
     gradients, of_weights = (
         {name: (sent[name] + found[1][part][name]) / 2 for name in sent} for part, sent in enumerate(found[0][:2])
     )
-    for rank in (2, 4):
-        assert gradients[f"powersgd rank={rank}"] == predicted[f"powersgd rank={rank}"]
-    assert gradients["blockwise bits=2"] == pytest.approx(predicted["blockwise bits=2"], rel=0.5)
+    for name in ("blockwise bits=2", "sign"):
+        assert gradients[name] == pytest.approx(predicted[name], rel=0.5)
     for name in of_weights if stage in (1, 2) else ():
         assert of_weights[name] == pytest.approx(predicted_of_weights[name], rel=0.5)
     assert stage in (0, 3) or of_weights["none"] == predicted_of_weights["none"]
@@ -279,15 +280,8 @@ def test_usual_candidates_are_measured_and_chosen_alike(stage: int) -> None:
     section = {"gradients": BITS, "adaptive": {"probe_every": 2}, **({"weights": BITS} if stage in (1, 2) else {})}
     first, second = run_forks(2, usual, Job(stage, section, steps=9, accumulation=2), 0)
     assert first == second
-    assert {f"powersgd rank={rank}" for rank in (1, 2, 4, 8)} < set(first[1])
+    assert {"blockwise bits=2", "sign", "topk density=0.01 values=blockwise bits=4"} < set(first[1])
     assert all(value == value for values in first[2].values() for value in values)
-
-
-@pytest.mark.filterwarnings("ignore::deepspeed_compress.CompressWarning")
-def test_ranks_that_may_compute_other_bits_have_no_powersgd_by_default() -> None:
-    first, second = run_forks(2, usual, Job(1, {"gradients": BITS, "adaptive": {}}, steps=3), 1)
-    assert first[1] == second[1]
-    assert not any(name.startswith("powersgd") for name in first[1])
 
 
 def test_with_a_momentum_method_only_weights_are_chosen() -> None:
@@ -302,34 +296,42 @@ def test_with_a_momentum_method_only_weights_are_chosen() -> None:
 PHASES = {
     "phases": [
         {"until": 0.3, "weights": {"method": "none"}},
-        {"until": 0.6, "weights": THREE},
-        {"weights": {"method": "sign", "block_size": 64}},
+        {"until": 0.6, "gradients": RANK2, "weights": THREE},
+        {"gradients": RANK4, "weights": {"method": "sign", "block_size": 64}},
     ],
     "total_steps": 12,
 }
+OF_GRADIENTS = {**PHASES, "phases": [{"until": 0.3}, {"until": 0.6, "gradients": RANK2}, {"gradients": {"bits": 2}}]}
+METHODS = ["blockwise bits=4"] * 4 + ["powersgd rank=2"] * 4
 
 
 def by_schedule(rank: int, job: Job, directory: str) -> list[Any]:
-    """Return the weights after twelve steps, also with a resume after five steps, and the settings by step."""
+    """Return the weights after twelve steps, also with a resume after seven steps, and the settings by step."""
+    engine_facts.SMALLEST_BUCKET = 100
     batches, engine, settings = data(rank, job), start(job), []
     for step, batch in enumerate(batches):
-        settings.append(brief(engine.compression.weights))
+        settings.append((engine.compression.settings, brief(engine.compression.weights)))
         run(engine, [batch])
-        if step == 4:
+        if step == 6:
             engine.save_checkpoint(directory)
     whole = weights(engine)
     engine.destroy()
     resumed = start(job)
     resumed.load_checkpoint(directory)
-    run(resumed, batches[5:])
+    run(resumed, batches[7:])
     found = [settings, whole, weights(resumed)]
     resumed.destroy()
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_phases_of_weights_resume_bit_for_bit(stage: int, tmp_path: Path) -> None:
-    job = Job(stage, {"gradients": {"bits": 4}, "weights": {"bits": 4}, "schedule": PHASES}, steps=12)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_phases_with_powersgd_resume_bit_for_bit(stage: int, tmp_path: Path) -> None:
+    of_weights = stage in (1, 2)
+    section = {"gradients": BITS, "schedule": PHASES if of_weights else OF_GRADIENTS}
+    job = Job(stage, {**section, "weights": BITS} if of_weights else section, steps=12)
     for settings, whole, resumed in run_forks(2, by_schedule, job, str(tmp_path)):
-        assert settings == ["none"] * 4 + ["sign levels=3"] * 4 + ["sign"] * 4
+        last = ["powersgd rank=4"] if of_weights else ["blockwise bits=2"]
+        assert [gradients for gradients, _ in settings] == METHODS + last * 4
+        if of_weights:
+            assert [text for _, text in settings] == ["none"] * 4 + ["sign levels=3"] * 4 + ["sign"] * 4
         assert whole == resumed

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import deepspeed_compress.session.probing as probing
 from tests.support.faults import train_one
@@ -157,17 +156,3 @@ def host_of_one(rank: int, job: Job) -> list[str]:
 def test_hosts_of_one_rank_have_nothing_to_choose() -> None:
     for texts in run_forks(2, host_of_one, Job(1, section(islands={"by_host": True}))):
         assert any("/adaptive: has no effect, because each host has one data-parallel rank" in text for text in texts)
-
-
-def on_other_machines(rank: int, job: Job) -> list[str]:
-    torch.set_num_threads(1 + rank // 2)
-    return warned(rank, job)
-
-
-def test_islands_can_run_on_different_machines() -> None:
-    """PowerSGD needs equal bits only inside an island, so only ranks of one island are compared."""
-    within, across = (run_forks(4, on_other_machines, Job(1, section(islands={"size": size}))) for size in (2, 4))
-    assert within == [[]] * 4
-    assert all(
-        any("/adaptive: powersgd is not among the default candidates" in text for text in texts) for texts in across
-    )

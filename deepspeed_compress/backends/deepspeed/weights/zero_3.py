@@ -35,18 +35,10 @@ from deepspeed_compress.collectives.weight_reduction import (
     warn_without_frozen,
 )
 from deepspeed_compress.config import CompressedWeights
+from deepspeed_compress.config.layout_problems import OWN_GATHERS
 from deepspeed_compress.errors import CompressWarning, SeamError, UnsupportedError
 from deepspeed_compress.session.patches import replaced
 from deepspeed_compress.session.session import Session
-
-_OFF = (
-    ("zero_hpz_partition_size", "zero_hpz_partition_size", 1),
-    ("zero_quantized_weights", "zero_quantized_weights", False),
-    ("zero_quantized_nontrainable_weights", "zero_quantized_nontrainable_weights", False),
-    ("use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", False),
-)
-"""(attribute of DeepSpeed's configuration, its key, the value with which DeepSpeed gathers by `_dist_allgather_fn`)."""
-
 
 _PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 _PREFETCH_KEYS = frozenset({"stage3_prefetch_bucket_size", "prefetch_bucket_size"})
@@ -59,8 +51,9 @@ def check_weights_3(engine: Any) -> None:
         UnsupportedError: a ZeRO setting makes DeepSpeed gather differently.
     """
     config = engine._config.zero_config
-    for name, key, off in _OFF:
-        found = getattr(config, name)
+    for key, (off, _) in OWN_GATHERS.items():
+        # DeepSpeed's attributes have no prefix.
+        found = getattr(config, key.removeprefix("stage3_"))
         if found != off:
             raise UnsupportedError(
                 f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {found} (allowed: "
