@@ -9,5 +9,4 @@ gauges              what ranks measure with
 workload, systems   the systems that are compared
 peers, megatron     training without DeepSpeed
 mirror              a process group whose other ranks mirror this one
-mirror_network      its computed network
 """

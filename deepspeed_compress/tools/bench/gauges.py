@@ -24,10 +24,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from deepspeed_compress.tools.bench.links import DEVICE, set_own_rate
+from deepspeed_compress.tools.bench.links import DEVICE
 from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
-from deepspeed_compress.tools.bench.mirror_network import Card, Wires, join_network_mirror, make_card, set_mirrored_rate
-from deepspeed_compress.tools.bench.options import MirrorOptions
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
 
@@ -54,22 +52,14 @@ def join() -> Ranks:
     return start_ranks(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def join_images(ranks: int, network: MirrorOptions | None, card: Card | None = None) -> Ranks:
-    """Join `ranks` - 1 mirror images of this process, as rank 0, behind a computed network if there is one.
-
-    Its messages leave by `card`; None for that of the device.
-    """
+def join_images(ranks: int, per_host: int) -> Ranks:
+    """Join `ranks` - 1 mirror images of this process, as rank 0."""
     _silence()
-    wires = None if network is None else Wires(network, ranks, card or make_card())
-    local = str(ranks if network is None else network.per_node)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": local}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_host)}
     # No extension is built: its shared memory connects processes, and there may be no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(0)
-    if wires is None:
-        join_mirror(ranks)
-    else:
-        join_network_mirror(ranks, wires)
+    join_mirror(ranks)
     deepspeed.init_distributed(MIRROR, auto_mpi_discovery=False)
     return Ranks(0, ranks, 0)
 
@@ -78,14 +68,6 @@ def _silence() -> None:
     # DeepSpeed calls functions that torch has renamed.
     warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-
-
-def set_rate(rate: str) -> bool:
-    """Limit the link of this host. Return False if the link is computed, so that no interface counts its bytes."""
-    if set_mirrored_rate(rate):
-        return False
-    set_own_rate(rate)
-    return True
 
 
 def ranks_of_host() -> int:

@@ -18,7 +18,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import check_machine
-from deepspeed_compress.tools.bench.options import Emulation, MirrorOptions
+from deepspeed_compress.tools.bench.options import Emulation
 
 Row = dict[str, Any]
 
@@ -130,12 +130,13 @@ class LaunchedRanks:
 
     starts_processes = False
 
-    def __init__(self, images: int | None = None, network: MirrorOptions | None = None) -> None:
+    rates: Sequence[str | None] = (None,)
+    per_host = 1
+
+    def __init__(self, images: int | None = None) -> None:
         from deepspeed_compress.tools.bench import gauges
 
-        self.rates: Sequence[str | None] = (None,) if network is None else network.rates
-        self.per_host = 1 if network is None else network.per_node
-        ranks = gauges.join() if images is None else gauges.join_images(images, network)
+        ranks = gauges.join() if images is None else gauges.join_images(images, images)
         self.count, self.is_first, self._ranks = ranks.world_size, ranks.is_first, ranks
 
     def first_only(self, action: Callable[[], T]) -> T:

@@ -38,19 +38,6 @@ class Emulation:
         return self.hosts * self.per_host
 
 
-@dataclass(frozen=True)
-class MirrorOptions:
-    """Computed network of a mirror: rates of a node, its ranks, and bits per second inside; None for the device's."""
-
-    rates: tuple[str, ...]
-    per_node: int
-    inside: float | None = None
-
-    def __str__(self) -> str:
-        inside = "" if self.inside is None else f", {self.inside / 1e9:g} Gbit/s inside"
-        return f"{self.per_node} on a node{inside}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subparser for each benchmark."""
     subparsers = Subcommands(parser, "BENCHMARK")
@@ -66,7 +53,6 @@ def _add_step(subparsers: Subcommands) -> None:
         "bench step --config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit "
         "--output step.json",
         "bench step --config ds_config.json --mirror 2 --traces traces --output step.json",
-        "bench step --config ds_config.json --mirror 16 --ranks-per-node 8 --rate 10gbit 25gbit --output step.json",
     ]
     parser = subparsers.add("step", "tools.bench.step:run", what, examples)
     group = parser.add_argument_group("measurement")
@@ -86,13 +72,6 @@ def _add_step(subparsers: Subcommands) -> None:
     group.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=what)
     what = "measure one rank of N on this machine, whose messages come back at once: a network that costs no time"
     _add_where(parser).add_argument("--mirror", type=integer_from(2), metavar="N", help=what)
-    network = parser.add_argument_group("computed network of --mirror")
-    what = "let messages take as long as nodes with links of each RATE would need, such as 10gbit 25gbit"
-    network.add_argument("--rate", nargs="+", type=written_rate, metavar="RATE", help=what)
-    what = "ranks of a node, which share its link (default: 1)"
-    network.add_argument("--ranks-per-node", type=positive_integer, default=1, metavar="N", help=what)
-    what = "rate between the ranks of a node, such as 300gbit (default: that of the device)"
-    network.add_argument("--rate-inside", type=rate, metavar="RATE", help=what)
     output = parser.add_argument_group("output")
     what = "file for the rows; rows that it already has are not measured again"
     output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=what)
@@ -173,16 +152,6 @@ def emulation(text: str) -> Emulation:
     for one in rates:
         rate(one)
     return Emulation(int(hosts), tuple(rates), int(ranks))
-
-
-def written_rate(text: str) -> str:
-    """Check a rate such as "10gbit", and return it as it is written.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is none.
-    """
-    rate(text)
-    return text
 
 
 def pattern(text: str) -> re.Pattern[str]:

@@ -17,7 +17,6 @@ from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, read_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
-from deepspeed_compress.tools.bench.options import MirrorOptions
 from deepspeed_compress.tools.bench.workload import (
     COMPUTE_ONLY,
     DEEPSPEED,
@@ -57,7 +56,7 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
     if not options.emulate:
         _check_same_layout(groups)
     document = ranks.first_only(partial(read_document, options.output))
-    begin, failures, mirror = time.monotonic(), 0, _mirror(options)
+    begin, failures, mirror = time.monotonic(), 0, bool(options.mirror)
     for number, group in enumerate(groups, 1):
         missing = missing_rates(document["rows"], group, ranks.count, steps, mirror, ranks.per_host)
         if ranks.is_first:
@@ -75,34 +74,9 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
 
 def _find_ranks(options: argparse.Namespace) -> JobRanks:
     if not options.mirror:
-        if options.rate or options.rate_inside or options.ranks_per_node > 1:
-            raise ConfigError("--rate: computes the network of --mirror N; write it, too, or --emulate HOSTS,RATE")
         return find_ranks(options.emulate, options.timeout, "bench step")
     _check_mirrored(_groups(options, options.mirror))
-    return LaunchedRanks(options.mirror, _network(options))
-
-
-def _network(options: argparse.Namespace) -> MirrorOptions | None:
-    """Return the computed network of a mirror; None without one.
-
-    Raises:
-        ConfigError: Its ranks do not fill whole nodes, or it has no rate.
-    """
-    if not options.rate:
-        if options.rate_inside or options.ranks_per_node > 1:
-            raise ConfigError("--rate: is missing; --ranks-per-node and --rate-inside describe its network, too")
-        return None
-    if options.mirror % options.ranks_per_node:
-        raise ConfigError(
-            f"--ranks-per-node: {options.mirror} ranks do not fill nodes of {options.ranks_per_node}; write a divisor"
-        )
-    return MirrorOptions(tuple(options.rate), options.ranks_per_node, options.rate_inside)
-
-
-def _mirror(options: argparse.Namespace) -> bool | str:
-    """Return what rows say of their other ranks: nothing, that they are images, or how a network joins these."""
-    network = _network(options) if options.mirror else None
-    return bool(options.mirror) if network is None else str(network)
+    return LaunchedRanks(options.mirror)
 
 
 def _check_same_layout(groups: Sequence[Group]) -> None:
@@ -163,7 +137,7 @@ def _title(group: Group, ranks: int) -> str:
 
 
 def missing_rates(
-    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool | str = False, per_host: int = 1
+    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool = False, per_host: int = 1
 ) -> Steps:
     """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
     present = {_identity(row) for row in rows}
@@ -306,8 +280,7 @@ def title(row: Row) -> str:
     work = row["workload"]
     layout = "".join(f", {name} {work[name]}" for name in ("pipeline", "tensor", "sequence") if work[name] > 1)
     batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
-    kinds = {True: " (a mirror)", False: ""}
-    mirror = kinds.get(row.get("mirror", False), " (computed network, measured device)")
+    mirror = " (a mirror)" * row.get("mirror", False)
     ranks = f"{row['ranks']} ranks" + (f", {row['per_host']} on a host" if row.get("per_host", 1) > 1 else "")
     return f"{work['model']} in {work['precision']} on {ranks}{mirror}{layout}, {batch}"
 

@@ -14,7 +14,7 @@ from deepspeed_compress.monitor import KINDS, SAVED
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.gauges import trace_step
 from deepspeed_compress.tools.bench.jobs import Emit, Log, Row
-from deepspeed_compress.tools.bench.links import UNLIMITED
+from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
 from deepspeed_compress.tools.bench.systems import System, compute_only, make, tokens
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
 
@@ -109,7 +109,7 @@ def _trace_name(workload: Workload, contender: Contender, rate: str | None) -> s
 
 def _set_rate(rate: str, steps: Iterable[str | None]) -> None:
     if None not in steps:
-        gauges.set_rate(rate)
+        set_own_rate(rate)
 
 
 def _count_steps(session: Any) -> list[Counted]:
@@ -134,12 +134,13 @@ def _measure_rate(
     rate: str | None, count: int, system: System, step: Step, counted: list[Counted], peak: gauges.Peak
 ) -> Row:
     """Measure `count` periods of the system. Seconds and bytes are per step."""
-    has_interface = rate is not None and gauges.set_rate(rate)
+    if rate is not None:
+        set_own_rate(rate)
     dist.barrier()
     choosing = 0 if system.session is None else system.session.compare_again()
     gauges.times(step, SETTLING_STEPS + choosing)
     counted.clear()
-    begin, steps = gauges.quiet_counters() if has_interface else {}, count * system.period
+    begin, steps = {} if rate is None else gauges.quiet_counters(), count * system.period
     seconds = _by_period(gauges.times(step, steps), system.period)
     after = gauges.quiet_counters() if begin else {}
     sent = {name: (value - begin[name]) / steps for name, value in after.items()}

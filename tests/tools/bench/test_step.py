@@ -256,29 +256,9 @@ def test_one_rank_and_its_images_are_measured_and_traced(tmp_path: Path) -> None
     assert "encode  decode  exchange  idle" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_computed_network_makes_steps_longer_and_compression_worth_it(tmp_path: Path) -> None:
-    output = tmp_path / "bench.json"
-    network = ("--mirror", "4", "--ranks-per-node", "2", "--rate", "1gbit", "50mbit", "--steps", "3")
-    done = bench(output, "--config", "configs/zero2_int4.json", *network, model="configs/models/gpt_1m.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "(computed network, measured device)" in done.stdout
-    document = json.loads(output.read_text())
-    seconds = {
-        (one["rate"], one["contender"]["name"]): one["step_s"]["median"]
-        for one in document["rows"]
-        if one["mirror"] == "2 on a node"
-    }
-    # Each node sends 4.6 MB of gradients one and a half times.
-    assert seconds["50mbit", "deepspeed"] > seconds["1gbit", "deepspeed"] + 0.8
-    assert seconds["50mbit", "zero2_int4"] < 0.5 * seconds["50mbit", "deepspeed"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zero2_int4.json", "--ranks-per-node", "2"), "--rate: is missing"),
-        (("zero2_int4.json", "--rate", "1gbit", "--ranks-per-node", "3"), "4 ranks do not fill nodes of 3"),
         (("zero2_int4.json", "--peers", "ddp", "fsdp2"), "--mirror: --peers ddp fsdp2 cannot be mirrored"),
         (("pipeline2_zero1_int4.json",), "--mirror: all ranks hold the same layers"),
     ],
@@ -291,13 +271,6 @@ def test_settings_that_a_mirror_lacks_are_refused(
     command = ["bench", "step", "--config", str(ROOT / "configs" / config), *others, "--output", output]
     assert main([*command, "--mirror", "4"]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_a_computed_network_is_that_of_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(ROOT / "configs" / "zero2_int4.json")
-    command = ["bench", "step", "--config", file, "--rate", "1gbit", "--output", str(tmp_path / "bench.json")]
-    assert main(command) == 1
-    assert "--rate: computes the network of --mirror N" in capsys.readouterr().err
 
 
 def test_newer_rows_replace_older_ones_and_their_ratios() -> None:
