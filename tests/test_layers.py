@@ -261,7 +261,6 @@ TABLE = {
     "tools.bench.rank": allow(
         "backends.activations.crossover collectives.exchange policy.measurement tools.bench", "deepspeed torch"
     ),
-    "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
     "tools.doctor": allow(
         "choice_names config diagnostics errors monitor tools.outputs tools.plan_job tools.run_directory",

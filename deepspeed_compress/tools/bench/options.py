@@ -18,8 +18,6 @@ PEERS = (
     "fsdp2-hsdp",
     "fsdp2-int4",
     "fsdp2-int4-weights",
-    "megatron",
-    "megatron-int4",
 )
 KINDS = ("collectives", "tensor", "pipeline", "experts", "sequence")
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
