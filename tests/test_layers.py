@@ -240,15 +240,13 @@ TABLE = {
         "yaml",
         lazily="hjson pydantic",
     ),
-    "tools.plan": allow("config errors planner policy tools.tables"),
+    "tools.plan": allow("config errors policy tools.plan_job tools.tables"),
     "tools.plan_cluster": allow(
         "errors planner safe_files tools.bench.jobs tools.plan_tables tools.plan_job tools.plan_measure"
     ),
     "tools.plan_job": allow("config errors planner", lazily="torch"),
     "tools.plan_tables": allow("choice_names config.numbers planner tools.tables"),
-    "tools.plan_measure": allow(
-        "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
-    ),
+    "tools.plan_measure": allow("errors planner tools.bench.jobs tools.bench.options tools.bench.workload", "rich"),
     "tools.run_directory": allow("config errors monitor safe_files tools.outputs"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
