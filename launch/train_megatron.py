@@ -243,7 +243,7 @@ def make_optimizer(
         use_distributed_optimizer=options.distributed_optimizer,
         overlap_param_gather=options.overlap and options.distributed_optimizer,
     )
-    overrides = {"config_overrides": {}} if alike else {}
+    overrides: dict[str, Any] = {"config_overrides": {}} if alike else {}
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, **overrides)
 
 

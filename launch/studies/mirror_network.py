@@ -125,8 +125,8 @@ def emulated(case: Case, model: Path) -> list[list[Row]]:
     Raises:
         CompressError: A process failed.
     """
-    hosts, job = EmulatedRanks(Emulation(case.hosts, tuple(STEPS)), TIMEOUT), group_of(case, model).to_job({**STEPS})
-    rows, failure = hosts.run([job])
+    job = group_of(case, model).to_job(dict[str | None, int](STEPS.items()))
+    rows, failure = EmulatedRanks(Emulation(case.hosts, tuple(STEPS)), TIMEOUT).run([job])
     if failure is not None:
         raise CompressError(f"{case}: emulated hosts: {failure}")
     return [rows]

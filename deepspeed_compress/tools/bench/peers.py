@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -156,19 +155,6 @@ class DdpStepper(TorchStepper):
         return nullcontext() if last else self.model.no_sync()
 
 
-class Bf16Stepper(DdpStepper):
-    """Training loop with DDP and PyTorch's hook that sends gradients in bf16."""
-
-    def __init__(self, workload: Workload, optimizer: Optimizer, start: int) -> None:
-        super().__init__(workload, optimizer, start)
-        self.model.register_comm_hook(None, _compressed_to_bf16)
-
-
-def _compressed_to_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    # Without CUDA, DDP rejects PyTorch's hook by its name, although gloo can sum bf16 too.
-    return bf16_compress_hook(state, bucket)
-
-
 class PowerSgdStepper(DdpStepper):
     """Training loop with DDP and PowerSGD's hook, which uses error feedback and warm start by default."""
 
@@ -228,8 +214,7 @@ _INT4_WEIGHTS: Mapping[str, Any] = {**INT4, "weights": {"bits": 4}}
 PEERS: Mapping[str, Peer] = {
     "ddp": Peer(DdpStepper),
     "ddp-int4": Peer(partial(DdpStepper, section=INT4)),
-    "ddp-bf16": Peer(Bf16Stepper),
-    **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 2, 4, 8)},
+    **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 4)},
     "fsdp2": Peer(Fsdp2Stepper),
     "fsdp2-hsdp": Peer(partial(Fsdp2Stepper, by_host=True)),
     "fsdp2-int4": Peer(partial(Fsdp2Stepper, section=INT4)),
