@@ -70,16 +70,16 @@ def run(options: argparse.Namespace) -> None:
     if options.from_hf is not None:
         load_weights(modules, options.from_hf, described, options.seed)
     chunks = [wrapped(options, config, module, first=number == 0) for number, module in enumerate(modules)]
-    optimizer = make_optimizer(options, chunks)
+    optimizer = make_optimizer(options, chunks, lr=options.lr, adam_beta2=0.95, weight_decay=0.1, clip_grad=1.0)
     compression = None
     if options.config is not None:
         compression = deepspeed_compress.megatron.attach(chunks, optimizer, str(options.config))
     steps = Steps(options, config, chunks, optimizer)
     for step in range(1, options.steps + 1):
-        loss = steps.train(train, step)
+        loss = steps.train(batches(options, train, (options.seed, step)))
         if step % options.log_every == 0 or step == options.steps:
             report(options, {"step": step, "loss": loss})
-    report(options, {"step": options.steps, "eval_loss": steps.evaluate(held_out)})
+    report(options, {"step": options.steps, "eval_loss": evaluate(options, steps, held_out)})
     if options.to_hf is not None:
         export(options, described, chunks, compression)
     dist.barrier()
@@ -231,20 +231,20 @@ def wrapped(
     return DistributedDataParallel(config, ddp, module, disable_bucketing=not first)
 
 
-def make_optimizer(options: argparse.Namespace, chunks: list[DistributedDataParallel]) -> Any:
-    """Make Megatron's Adam for `chunks`."""
+def make_optimizer(
+    options: argparse.Namespace, chunks: list[DistributedDataParallel], *, alike: bool = False, **settings: Any
+) -> Any:
+    """Make Megatron's Adam for `chunks`. If `alike`, it decays vectors, too."""
     config = OptimizerConfig(
         optimizer="adam",
-        lr=options.lr,
-        adam_beta2=0.95,
-        weight_decay=0.1,
-        clip_grad=1.0,
+        **settings,
         bf16=options.bf16,
         params_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         use_distributed_optimizer=options.distributed_optimizer,
         overlap_param_gather=options.overlap and options.distributed_optimizer,
     )
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    overrides: dict[str, Any] = {"config_overrides": {}} if alike else {}
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, **overrides)
 
 
 class Steps:
@@ -257,43 +257,34 @@ class Steps:
         chunks: list[DistributedDataParallel],
         optimizer: Any,
     ) -> None:
-        self.options, self.chunks, self.optimizer = options, chunks, optimizer
+        self.length, self.chunks, self.optimizer = options.seq_len, chunks, optimizer
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
         if options.overlap:
             every = [chunk.no_sync for chunk in chunks]
             config.no_sync_func = every if len(every) > 1 else every[0]
-        length = options.seq_len
-        self.positions = torch.arange(length, device=device()).expand(options.micro_batch, length)
-        self.mask = torch.ones(length, length, device=device()).triu(1).bool()[None, None]
+        self.positions = torch.arange(self.length, device=device())
+        self.mask = torch.ones(self.length, self.length, device=device()).triu(1).bool()[None, None]
 
-    def train(self, windows: Windows, step: int) -> float:
-        """Train step `step` (1-based), which determines the batch. Return the mean loss of all data-parallel ranks."""
+    def train(self, batches: list[Tensor]) -> float:
+        """Take a step on micro-batches [sequences, seq_len + 1]. Return the mean loss of all data-parallel ranks."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.run(windows, (self.options.seed, step), forward_only=False)
+        loss = self.run(batches, forward_only=False)
         self.optimizer.step()
         return loss
 
-    @torch.no_grad()
-    def evaluate(self, windows: Windows, batches: int = 8) -> float:
-        """Return the mean loss over `batches` batches."""
-        # Training steps never use these seeds.
-        seeds = [(self.options.seed + 1, number) for number in range(1, batches + 1)]
-        return sum(self.run(windows, seed, forward_only=True) for seed in seeds) / batches
-
-    def run(self, windows: Windows, seed: tuple[int, int], forward_only: bool) -> float:
+    def run(self, batches: list[Tensor], forward_only: bool) -> float:
         """Run forward, and backward unless `forward_only`, for all micro-batches. Return the mean loss."""
-        options = self.options
-        batches = list(self.batches(windows, seed))
+        several = len(self.chunks) > 1
         losses = get_forward_backward_func()(
             forward_step_func=self.forward,
-            data_iterator=[iter(batches) for _ in self.chunks] if options.virtual else iter(batches),
-            model=self.chunks if options.virtual else self.chunks[0],
-            num_microbatches=options.micro_batches,
-            seq_length=options.seq_len,
-            micro_batch_size=options.micro_batch,
+            data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=self.length,
+            micro_batch_size=len(batches[0]),
             forward_only=forward_only,
         )
         # Only the last stage has losses.
@@ -302,19 +293,28 @@ class Steps:
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
-    def batches(self, windows: Windows, seed: tuple[int, int]) -> Iterator[Tensor]:
-        """Yield the tokens [micro_batch, seq_len + 1] of this data-parallel rank's micro-batches."""
-        options = self.options
-        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        starts = step_starts(windows, ranks * options.micro_batches * options.micro_batch, *seed)
-        for part in starts.reshape(ranks, options.micro_batches, options.micro_batch)[rank]:
-            yield torch.from_numpy(np.ascontiguousarray(windows.read(part))).to(device())
-
     def forward(self, batches: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, Any]:
         """Run forward for a micro-batch, as Megatron's schedule expects it."""
         tokens = next(batches)
-        output = chunk(tokens[:, :-1], self.positions, self.mask, labels=tokens[:, 1:])
+        inputs = tokens[:, :-1]
+        output = chunk(inputs, self.positions.expand_as(inputs), self.mask, labels=tokens[:, 1:])
         return output, partial(mean_loss)
+
+
+def batches(options: argparse.Namespace, windows: Windows, seed: tuple[int, int]) -> list[Tensor]:
+    """Return the tokens [micro_batch, seq_len + 1] of this data-parallel rank's micro-batches."""
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    starts = step_starts(windows, ranks * options.micro_batches * options.micro_batch, *seed)
+    parts = starts.reshape(ranks, options.micro_batches, options.micro_batch)[rank]
+    return [torch.from_numpy(np.ascontiguousarray(windows.read(part))).to(device()) for part in parts]
+
+
+@torch.no_grad()
+def evaluate(options: argparse.Namespace, steps: Steps, windows: Windows, count: int = 8) -> float:
+    """Return the mean loss over `count` batches."""
+    # Training steps never use these seeds.
+    seeds = [(options.seed + 1, number) for number in range(1, count + 1)]
+    return sum(steps.run(batches(options, windows, seed), forward_only=True) for seed in seeds) / count
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

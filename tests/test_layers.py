@@ -236,15 +236,13 @@ TABLE = {
         "yaml",
         lazily="hjson pydantic",
     ),
-    "tools.plan": allow("config errors planner policy tools.tables"),
+    "tools.plan": allow("config errors policy tools.plan_job tools.tables"),
     "tools.plan_cluster": allow(
         "errors planner safe_files tools.bench.jobs tools.plan_tables tools.plan_job tools.plan_measure"
     ),
     "tools.plan_job": allow("config errors planner", lazily="torch"),
     "tools.plan_tables": allow("choice_names config.numbers planner tools.tables"),
-    "tools.plan_measure": allow(
-        "errors planner tools.bench.jobs tools.bench.options tools.bench.workload tools.tables", "rich"
-    ),
+    "tools.plan_measure": allow("errors planner tools.bench.jobs tools.bench.options tools.bench.workload", "rich"),
     "tools.run_directory": allow("config errors monitor safe_files tools.outputs", "pydantic"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"
@@ -257,8 +255,6 @@ TABLE = {
     "tools.bench.rank": allow(
         "backends.activations.crossover collectives.exchange policy.measurement tools.bench", "deepspeed torch"
     ),
-    "tools.bench.mirror_network": allow("planner tools.bench", "torch"),
-    "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments"),
     "tools.doctor": allow(
         "choice_names config diagnostics errors monitor tools.outputs tools.run_directory",

@@ -62,14 +62,12 @@ class Plan:
         candidates: The best layout of each kind without islands, fastest first.
         islands: The same with islands, which train in another way.
         fitting: All candidates that fit into memory, in no order.
-        considered: Number of predicted layouts.
         refused: Number of refused layouts by reason.
     """
 
     candidates: tuple[Candidate, ...]
     islands: tuple[Candidate, ...]
     fitting: tuple[Candidate, ...]
-    considered: int
     refused: Counter[str]
 
     @property
@@ -158,15 +156,13 @@ def search(job: Job) -> Plan:
     found += [job.candidate(predictor.predict(layout)) for layout in with_offload(large)]
     fitting = [one for one in found if one.verdict != "does not fit"]
     layouts.refused.update(TOO_LARGE for one in found if one.verdict == "does not fit")
-    considered = len(fitting)
     limit = HOPELESS * min((one.days for one in fitting), default=0.0)
     for one in [one for one in fitting if _computing_days(one) <= limit]:
         variants = [job.candidate(predictor.predict(layout)) for layout in layouts.compressed(one.layout)]
-        considered += len(variants)
         fitting += [variant for variant in variants if variant.verdict != "does not fit"]
     best = _best_of_each_kind(fitting)
     alike, islands = (tuple(one for one in best if (one.layout.islands > 1) == apart) for apart in (False, True))
-    return Plan(alike, islands, tuple(fitting), considered, layouts.refused)
+    return Plan(alike, islands, tuple(fitting), layouts.refused)
 
 
 def _computing_days(candidate: Candidate) -> float:

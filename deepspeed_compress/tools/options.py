@@ -112,8 +112,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     examples = ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"]
     islands = subjects.add("islands", "tools.plan:run_islands", what, examples)
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
-    what = "number of parameters, such as 124M, or a model's config.json"
-    islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
+    what = "number of parameters that are exchanged, such as 124M"
+    islands.add_argument("--model", required=True, metavar="N", help=what)
     what = "rate of an island's link, such as 100mbit"
     islands.add_argument("--bandwidth", type=rate, required=True, metavar="RATE", help=what)
     several = integer_from(2, "a single island exchanges nothing")
@@ -170,8 +170,6 @@ def _add_cluster_arguments(subjects: Subcommands) -> None:
     _add_measurement_arguments(cluster.add_argument_group("measurement"))
     what = "ds_config.json of what runs now (default: ZeRO without compression, with the fastest stage that fits)"
     cluster.add_argument("--config", type=Path, metavar="FILE", help=what)
-    what = "show all kinds of layouts, by their names, instead of what one can choose from"
-    cluster.add_argument("--all", action="store_true", help=what)
     what = "show the terms of a layout: its number in the table, or its name"
     cluster.add_argument("--explain", metavar="N|LAYOUT", help=what)
     what = "row, or name, whose files --output writes (default: the fastest that trains as now)"
@@ -181,10 +179,7 @@ def _add_cluster_arguments(subjects: Subcommands) -> None:
 
 
 def _add_measurement_arguments(group: argparse._ArgumentGroup) -> None:
-    what = (
-        "measure links, kernels and steps of the best layouts, fit the constants to them, print the table again, and "
-        "write the figures; run it with torchrun on all GPUs, or with --emulate"
-    )
+    what = "write what ranks of a launcher or of --emulate measure, with steps of a few layouts however long they take"
     group.add_argument("--measure", type=Path, metavar="FILE.json", help=what)
     what = "predict with the constants that --measure wrote"
     group.add_argument("--constants", type=Path, metavar="FILE.json", help=what)

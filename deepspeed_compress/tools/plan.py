@@ -5,10 +5,8 @@ between islands, and how often to exchange.
 """
 
 import argparse
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config import (
@@ -24,8 +22,8 @@ from deepspeed_compress.config import (
 from deepspeed_compress.config.numbers import bit_rate
 from deepspeed_compress.config.schedules import brief, total_steps
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
+from deepspeed_compress.tools.plan_job import read_count
 from deepspeed_compress.tools.tables import print_table
 
 
@@ -98,7 +96,6 @@ def _cells(interval: Interval) -> tuple[str, str, str]:
     return f"{interval.first:,} - {last}", interval.settings, "?" if interval.bits is None else f"{interval.bits:.3g}"
 
 
-_OWN = "/deepspeed_compress/islands/own"
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
 MAX_COST = 0.05
 """Fraction of the step time that exchanges may cost on average."""
@@ -132,12 +129,15 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
         step_seconds: Seconds of a step without exchanges.
 
     Raises:
-        ConfigError: The size of a message is not known in advance.
+        ConfigError: The size of a message is not known in advance, or islands are asynchronous.
     """
+    if settings.elastic is not None and settings.elastic.parameter_server is not None:
+        raise ConfigError(
+            "/deepspeed_compress/islands/elastic/parameter_server: pushes do not block training, so their cost is not "
+            "estimated; leave it out for an estimate of blocking exchanges"
+        )
     vector = parameters * (_bits_of_exchange(settings) + _bits_of_moments(settings)) / 8
     intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
-    if settings.elastic is not None and settings.elastic.parameter_server is not None:
-        return _pushes(vector, islands, bandwidth, step_seconds, intervals)
     # As in an all-reduce, an island sends the parts that others own, and the mean of its own part to all others.
     size = 2 * (islands - 1) / islands * vector
     seconds = 8 * size / bandwidth
@@ -148,16 +148,6 @@ def written_steps(settings: Islands, step: float) -> int:
     """Return `sync_every` in steps. A time is converted to the nearest number of steps of `step` seconds."""
     time = settings.sync_seconds
     return settings.sync_steps or (1 if time is None else max(1, round(time / step)))
-
-
-def _pushes(vector: float, islands: int, bandwidth: float, step: float, intervals: Sequence[int]) -> list[Plan]:
-    """Return the plans for pushes to a parameter server.
-
-    A push is sent and an answer returns, without blocking training. The link of the server carries the messages of all
-    islands. If it is saturated, steps do not take longer, but pushes become rarer; `step_ratio` is then that factor.
-    """
-    seconds, busy = 2 * 8 * vector / bandwidth, islands * 8 * vector / bandwidth
-    return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in intervals]
 
 
 def _bits_of_exchange(settings: Islands) -> float:
@@ -204,7 +194,7 @@ def run_islands(options: argparse.Namespace) -> int:
         raise ConfigError(
             f'{options.config}: /deepspeed_compress/islands is missing; write "islands": {{"by_host": true}}'
         )
-    parameters = _parameters(options.model, settings.own)
+    parameters = round(read_count(options.model, "--model"))
     most = section.communication.max_rate
     rate = options.bandwidth if most is None else min(options.bandwidth, bit_rate(most))
     # Fragments and delays do not fit into shorter intervals, which are refused.
@@ -212,17 +202,14 @@ def run_islands(options: argparse.Namespace) -> int:
     found = plans(settings, options.hosts, parameters, rate, options.step)
     found = [plan for plan in found if plan.sync_every >= least]
     columns = ("sync_every", "MB a step", "seconds an exchange", "step against none")
-    print_table(_title(options, parameters, rate), columns, _rows(found, settings, options.step))
+    print_table(_title(options, parameters, rate), columns, map(_figures, found))
     print(_recommendation(fitting(found)))
     return 0
 
 
-def _rows(found: Sequence[Plan], settings: Islands, step: float) -> Iterator[tuple[str, ...]]:
-    written = written_steps(settings, step)
-    for plan in found:
-        mark = f" <- {_written(settings)}" if plan.sync_every == written else ""
-        figures = (f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}{mark}")
-        yield str(plan.sync_every), *figures
+def _figures(plan: Plan) -> tuple[str, ...]:
+    sent, seconds, ratio = f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}"
+    return str(plan.sync_every), sent, seconds, ratio
 
 
 def _recommendation(best: Plan | None) -> str:
@@ -231,33 +218,5 @@ def _recommendation(best: Plan | None) -> str:
     return f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
 
 
-def _written(settings: Islands) -> str:
-    return "written" if settings.sync_seconds is None else f'"{settings.sync_every}"'
-
-
 def _title(options: argparse.Namespace, parameters: int, rate: float) -> str:
-    cap = "" if rate == options.bandwidth else " (communication.max_rate)"
-    return f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s{cap}"
-
-
-def _parameters(model: str, own: Sequence[str]) -> int:
-    """Return the number of parameters that are exchanged: a number such as 124M, or all of the model in a config.json.
-
-    Raises:
-        ConfigError: `own` excludes some of the model's parameters, or the result is not positive.
-    """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([kmb]?)", model.strip().lower())
-    if match and not Path(model).exists():
-        parameters = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
-    elif own:
-        raise ConfigError(
-            f"--model {model}: {_OWN} {list(own)} excludes some of its parameters; write the number of all others"
-        )
-    else:
-        parameters = read_model(Path(model)).parameters
-    if parameters < 1:
-        raise ConfigError(
-            f"--model {model}: has no parameters to exchange (allowed: a number from 1 up, or a model's config.json); "
-            "write --model 124M, for example"
-        )
-    return parameters
+    return f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s"

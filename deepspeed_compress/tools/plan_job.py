@@ -22,8 +22,8 @@ from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
 
-MOST_SEQUENCES, MOST_TOKENS = 10**9, 1e18
-"""Largest batch and longest run."""
+MOST_SEQUENCES, MOST_COUNT = 10**9, 1e18
+"""Largest batch, and largest number of tokens or parameters."""
 USUAL_LENGTH = 2048
 """Tokens of a sequence if the option is missing and the model takes as many."""
 
@@ -133,8 +133,8 @@ def read_batch(text: str, seq: int) -> int:
     return round(sequences)
 
 
-def read_count(text: str) -> float:
-    """Return a number such as 300B, with decimal units.
+def read_count(text: str, option: str = "--tokens") -> float:
+    """Return the number that an option gives, such as 300B, with decimal units.
 
     Raises:
         ConfigError: The text is no such number.
@@ -144,8 +144,8 @@ def read_count(text: str) -> float:
         number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
     except ValueError:
         number = 0.0
-    if not 0 < number < MOST_TOKENS:
-        raise ConfigError(f"--tokens: {text!r} is not a number below {MOST_TOKENS:g}; write 300B, for example")
+    if not 0 < number < MOST_COUNT:
+        raise ConfigError(f"{option}: {text!r} is not a number below {MOST_COUNT:g}; write 300B, for example")
     return number
 
 
@@ -162,12 +162,9 @@ def check_options(options: argparse.Namespace, job: Job) -> None:
     adapts, software, plain = job.model.rank > 0, options.software, options.software == "deepspeed"
     mixed = len(job.cluster.kinds) > 1
     conflicts: tuple[tuple[object, str], ...] = (
-        (options.config and (options.all or measures), "--config: is for the table of choices; leave it out"),
         (options.choose and not writes, "--choose: is for the files of a row; write --output DIR, too"),
         (writes and software == "megatron", "--output: Megatron reads no ds_config.json; leave it out"),
         (writes and plain and not is_path, "--output: launch/train_gpt.py needs a config.json; write it as --model"),
-        (measures and not is_path, "--measure: trains the model of a config.json; write its path as --model"),
-        (measures and not plain, f"--measure: takes steps of --software deepspeed, not {software}; leave one out"),
         (mixed and (measures or options.constants or "RANK" in os.environ), f"--gpus: {_MIXED}"),
         (options.base_bits and not adapts, "--base-bits: only LoRA leaves the model frozen; write --lora-rank, too"),
         (adapts and writes and plain, "--output: launch/train_gpt.py trains all parameters; write --software hf"),

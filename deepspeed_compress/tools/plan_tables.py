@@ -1,46 +1,17 @@
-"""Output of ``ds-compress plan cluster``: the choices, all layouts, and the terms of one."""
+"""Output of ``ds-compress plan cluster``: the choices, and the terms of one."""
 
 from collections.abc import Collection, Iterator, Sequence
 
 from deepspeed_compress.choice_names import LOSS, TIMES
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.planner.choices import FASTER, Choice, better_batch, packing_gain
-from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.mixed import Division, divide, fastest_alone
-from deepspeed_compress.planner.predict import Prediction
-from deepspeed_compress.planner.search import ISLANDS_LOST, MEASURED, TIE, Candidate, Job, Plan, critical_batch
+from deepspeed_compress.planner.search import MEASURED, TIE, Candidate, Job, Plan, critical_batch
 from deepspeed_compress.tools.tables import new_console, new_table, print_table
 
-SHOWN, APART = 10, 3
-"""Rows of the table of all layouts: those that train alike, and those with islands."""
 WIDTH = 160
 """Least width of tables in characters. A narrower table would break the names of layouts."""
-LEGEND = """\
-Names: zero1 is the ZeRO stage; d replicas, t tensor ranks, p stages, v interleaved stages; node8 shards within nodes;
-b1x16 is the micro-batch and their number; g4, w4 are bits of gradients, weights; i2every30 are 2 islands, 30 steps;
-offload_optimizer and offload_all use the memory of hosts."""
-
-
-def print_plan(plan: Plan, job: Job, measured: Measured | None) -> None:
-    """Print the best layouts, with measured steps if there are any, and what the table's marks mean."""
-    figures = ("step in s (80 %)", *(["measured"] if measured else []), "tokens/s", "memory", "node sends", "days")
-    columns = ("", "layout", *figures, "limited by")
-    table = new_table(_title(job), columns, ("", "layout", "limited by"))
-    for letter, rows, count in _blocks(plan):
-        for number, candidate in enumerate(rows[:count], 1):
-            table.add_row(f"{letter}{number}", *_cells(candidate, plan, job, measured))
-        table.add_section()
-    new_console(WIDTH).print(table)
-    print(LEGEND)
-    for line in _notes(plan, job):
-        print(line)
-    print_refused(plan)
-
-
-def _blocks(plan: Plan) -> tuple[tuple[str, tuple[Candidate, ...], int], ...]:
-    """Return the letter before the numbers of each block of the table, its layouts, and how many of them are shown."""
-    return ("", plan.candidates, SHOWN), ("I", plan.islands, APART)
 
 
 def _title(job: Job) -> str:
@@ -57,22 +28,6 @@ def sequences(job: Job) -> str:
     return f"{job.batch} sequence{'s' if job.batch > 1 else ''}"
 
 
-def _cells(candidate: Candidate, plan: Plan, job: Job, measured: Measured | None) -> Sequence[str]:
-    prediction = candidate.prediction
-    low, high = prediction.interval
-    tie = "* " if candidate in plan.candidates and plan.is_tied(candidate) else ""
-    return (
-        f"{tie}{candidate.layout}",
-        f"{prediction.seconds:.3g} ({low:.3g}-{high:.3g})",
-        *([] if measured is None else [_seconds_of(candidate.layout, measured)]),
-        f"{job.trained * prediction.rate:,.0f}",
-        _memory(candidate),
-        _sent(candidate, job),
-        f"{candidate.days:.3g}",
-        _limits(prediction),
-    )
-
-
 _MARKS = {"fits": "", "tight": "?", "does not fit": "!"}
 """Marks of memory by verdict."""
 
@@ -86,35 +41,6 @@ def _memory(candidate: Candidate) -> str:
 def _sent(candidate: Candidate, job: Job) -> str:
     """Return the bytes that a node sends to others in a step."""
     return f"{job.cluster.per_node * sum(term.outside for term in candidate.prediction.terms) / 1e9:.3g} GB"
-
-
-def _seconds_of(layout: Layout, measured: Measured) -> str:
-    """Return the measured seconds of a step, or an empty text if the layout was not measured."""
-    return next((f"{step.seconds:.3g}" for step in measured.steps if step.layout == layout), "")
-
-
-_KINDS = {"memory": "memory traffic"}
-"""Names of kinds of terms that would be taken for something else."""
-
-
-def _limits(prediction: Prediction) -> str:
-    """Return the two kinds of terms that take most of the step, with their shares."""
-    shares = {term.kind: prediction.share(term.kind) for term in prediction.terms}
-    largest = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
-    return ", ".join(f"{_KINDS.get(kind, kind)} {100 * shares[kind]:.0f} %" for kind in largest if shares[kind] >= 0.05)
-
-
-def _notes(plan: Plan, job: Job) -> Iterator[str]:
-    """Yield what the marks of the table of all layouts mean."""
-    shown = [one for _, rows, count in _blocks(plan) for one in rows[:count]]
-    ties = sum(map(plan.is_tied, plan.candidates))
-    if ties > 1:
-        yield f"* The prediction cannot tell these {ties} apart: measure them."
-    yield from _memory_notes(shown)
-    if plan.islands:
-        yield f"I: islands train in another way. In our own runs, the loss was {ISLANDS_LOST} higher."
-    yield from _doubts(plan, job)
-    yield f"{plan.considered:,} layouts predicted; --all --explain 1 shows the terms of the first."
 
 
 def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
@@ -165,7 +91,7 @@ def print_choices(
         print("Nothing that trains as now is more than a tenth faster.")
     for line in (*_kind_notes(found[0].candidate, plan, job), *_padding_notes(found[0], job), *_doubts(plan, job)):
         print(line)
-    print("--choose N --output DIR writes the files of a row, --explain N shows its terms, --all shows other layouts.")
+    print("--choose N --output DIR writes the files of a row, --explain N shows its terms.")
 
 
 def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:

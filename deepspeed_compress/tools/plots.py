@@ -55,14 +55,3 @@ def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8)
-
-
-def plain_decades(axes: Any, limits: tuple[float, float] | None = None) -> None:
-    """Make the horizontal axis logarithmic with plain numbers, over `limits` or its own limits if None."""
-    axes.set_xscale("log")
-    low, high = limits or axes.get_xlim()
-    marks = [digit * 10.0**power for power in range(-9, 7) for digit in (1, 2, 5)]
-    inside = [mark for mark in marks if low <= mark <= high]
-    axes.set_xticks(inside, [f"{mark:g}" for mark in inside])
-    axes.set_xticks([], minor=True)
-    axes.set_xlim(low, high)

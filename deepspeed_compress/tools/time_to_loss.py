@@ -12,26 +12,20 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.monitor import KINDS
 from deepspeed_compress.tools import tables
-from deepspeed_compress.tools.plots import check_plotting, new_figure, plain_decades, save_figure, style_axes
+from deepspeed_compress.tools.plots import COLOURS, GREY, check_plotting, new_figure, save_figure, style_axes
 from deepspeed_compress.tools.run_directory import Line, read_metrics, read_summary
 
 Point = tuple[float, float]
 """Seconds of training, and the held-out loss at that time."""
-COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e", "#bf3989", "#1b7c83", "#9a6700", "#57606a")
-"""Colors of the runs. The first run is the reference for the others."""
 INK = "#1f2328"
-_MANY_RUNS, _LEGEND_OUTSIDE = 6, MappingProxyType({"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)})
-"""Number of runs above which the legend would cover the lines, and its placement outside the axes then."""
 
 
 @dataclass(frozen=True)
@@ -113,58 +107,25 @@ def print_table(runs: Sequence[TimedRun], title: str) -> None:
 
 
 def draw(runs: Sequence[TimedRun], title: str, file: Path) -> None:
-    """Plot the losses over time as a PNG, and the time at which each run reaches the lowest loss common to all."""
-    draw_panels({title: runs}, common_goal(runs), file)
+    """Plot the losses over time as a PNG, and the time at which each run reaches the lowest loss common to all.
 
-
-def draw_panels(
-    panels: Mapping[str, Sequence[TimedRun]],
-    goal: float,
-    file: Path,
-    dashed: Collection[str] = (),
-    logarithmic: bool = False,
-) -> None:
-    """Plot losses over time as a PNG: one panel per title, with the time at which each run reaches `goal`, if it does.
-
-    The first run of a panel is the reference for the others. Runs named in `dashed` have dashed lines.
+    The first run is the reference for the others.
     """
-    figure = new_figure(8, 4.2 * len(panels))
-    for number, (title, runs) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(len(panels), 1, number)
-        _draw_runs(axes, runs, goal, dashed)
-        _limit(axes, runs, goal, logarithmic)
-        style_axes(axes, title)
-        place: dict[str, Any] = dict(_LEGEND_OUTSIDE) if len(runs) > _MANY_RUNS else {}
-        axes.legend(frameon=False, title="to the dotted line", alignment="left", **place)
-    save_figure(figure, file)
-
-
-def _draw_runs(axes: Any, runs: Sequence[TimedRun], goal: float, dashed: Collection[str]) -> None:
+    figure, times, goal = new_figure(8, 4.2), _times(runs), common_goal(runs)
+    axes = figure.add_subplot()
     axes.axhline(goal, color=INK, linewidth=0.8, linestyle=":")
-    times = [time_to(goal, run.points) for run in runs]
-    for run, seconds, colour in zip(runs, times, itertools.cycle(COLOURS)):
-        style = {"linewidth": 1.4, "linestyle": "--"} if run.name in dashed else {"linewidth": 2.2}
-        axes.plot(*zip(*run.points, strict=True), color=colour, label=_label(run.name, seconds, times[0]), **style)
-        if seconds is not None:
-            axes.plot(seconds, goal, "o", color=colour, markersize=8, markeredgecolor="white")
-
-
-def _label(name: str, seconds: float | None, first: float | None) -> str:
-    if seconds is None:
-        return f"{name}: not reached"
-    gain = "" if first is None or seconds == first else f", {first / seconds:.1f} times as fast"
-    return f"{name}: {seconds:.0f} s{gain}"
-
-
-def _limit(axes: Any, runs: Sequence[TimedRun], goal: float, logarithmic: bool) -> None:
-    """End the horizontal axis soon after the last run reaches the goal."""
-    last = 1.12 * max(time_to(goal, run.points) or 0.0 for run in runs)
-    if logarithmic:
-        plain_decades(axes, (min(run.points[0][0] for run in runs), last))
-    else:
-        axes.set_xlim(0, last)
+    for run, seconds, colour in zip(runs, times, itertools.cycle((GREY, *COLOURS))):
+        gain = "" if seconds == times[0] else f", {times[0] / seconds:.1f} times as fast"
+        label = f"{run.name}: {seconds:.0f} s{gain}"
+        axes.plot(*zip(*run.points, strict=True), color=colour, label=label, linewidth=2.2)
+        axes.plot(seconds, goal, "o", color=colour, markersize=8, markeredgecolor="white")
+    # The horizontal axis ends soon after the last run reaches the goal.
+    axes.set_xlim(0, 1.12 * max(times))
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("held-out loss")
+    style_axes(axes, title)
+    axes.legend(frameon=False, title="to the dotted line", alignment="left")
+    save_figure(figure, file)
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.peers import Optimizer
+from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, Peer
 from deepspeed_compress.tools.bench.systems import System, make
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.data.tokens import Windows, open_cache, split_windows
@@ -188,10 +188,19 @@ def trained_as(file: Path, seed: int) -> dict[str, Any]:
     return ds_config | {"scheduler": schedule, SECTION: section}
 
 
+def peers_for(contender: Contender) -> Mapping[str, Peer]:
+    """Return the peers among which a contender is. Megatron-core belongs to a separate extra."""
+    if not contender.kind.startswith("megatron"):
+        return PEERS
+    from launch.studies import megatron_stepper
+
+    return megatron_stepper.PEERS
+
+
 def train(job: Job, tokens: Path, *, prints: bool) -> Curve:
     """Train on every rank. The returned curve is the same on all ranks."""
     windows, held_out = split_windows(open_cache(tokens, job.data), job.workload.seq_len, HELD_OUT)
-    system = make(job.workload, job.contender, Optimizer.from_config(job.native), job.start)
+    system = make(job.workload, job.contender, Optimizer.from_config(job.native), job.start, peers_for(job.contender))
     curve, losses = Curve(system.dense_steps, (), ()), list[Tensor]()
     seconds, measured = list[float](), list[Any]()
     if system.session is not None:

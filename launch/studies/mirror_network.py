@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare `ds-compress bench step --mirror N --rate R` with the same steps on N emulated hosts of this machine.
+"""Compare steps of a mirror behind a computed network with the same steps on emulated hosts of this machine.
 
 Each case is a ZeRO stage on some hosts. DeepSpeed and the package are measured at each rate of links on the emulated
 hosts and in a mirror, in turns, because a processor's speed changes within minutes. As many mirrors as hosts run at
@@ -13,7 +13,7 @@ examples, from the root of the repository:
 
 import argparse
 import json
-import shlex
+import os
 import statistics
 import sys
 import tempfile
@@ -26,9 +26,11 @@ from deepspeed_compress.errors import CompressError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks, Row
-from deepspeed_compress.tools.bench.links import enter_user_namespace
+from deepspeed_compress.tools.bench.links import bits_per_second, enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.bench.workload import DEEPSPEED, group_contenders
+from deepspeed_compress.tools.bench.workload import DEEPSPEED, Group, group_contenders
+from launch.studies import computed_network
+from launch.studies.computed_network import HostWire, Wires, join_gloo
 from launch.studies.harness import CPU, ROOT, markdown, new_parser, run_study, tracked
 
 
@@ -54,7 +56,7 @@ CASES: Mapping[str, Case] = {
     str(case): case for case in (*(Case(zero, 2) for zero in range(4)), Case(1, 4), Case(3, 4))
 }
 TURNS = 3
-STEPS: Mapping[str | None, int] = {"5gbit": 7, "1gbit": 7, "100mbit": 3}
+STEPS: Mapping[str, int] = {"5gbit": 7, "1gbit": 7, "100mbit": 3}
 """Measured steps of a turn by rate."""
 TIMEOUT = 600.0
 NEAR = 0.1
@@ -83,7 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the figures")
     parser.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_2m.json", metavar="FILE")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="(default: all)")
+    parser.add_argument("--mirror-of", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.mirror_of is not None:
+        measure_mirror(CASES[options.mirror_of], options)
+        return 0
     options.output_dir.mkdir(parents=True, exist_ok=True)
     enter_user_namespace([sys.executable, "-m", "launch.studies.mirror_network", *sys.argv[1:]])
     return run_study(_study, options)
@@ -106,16 +112,21 @@ def outcome(case: Case, options: argparse.Namespace) -> Sequence[Mapping[str, An
     return found
 
 
+def group_of(case: Case, model: Path) -> Group:
+    """Return DeepSpeed and the package with the configuration of a case."""
+    sizes = {"micro_batch": None, "seq_len": 64, "seed": 0}
+    [group] = group_contenders([case.config], str(model), [DEEPSPEED], sizes, case.hosts)
+    return group
+
+
 def emulated(case: Case, model: Path) -> list[list[Row]]:
     """Return the rows of emulated hosts, which are means over them.
 
     Raises:
         CompressError: A process failed.
     """
-    sizes = {"micro_batch": None, "seq_len": 64, "seed": 0}
-    [group] = group_contenders([case.config], str(model), [DEEPSPEED], sizes, case.hosts)
-    rates = tuple(rate for rate in STEPS if rate)
-    rows, failure = EmulatedRanks(Emulation(case.hosts, rates), TIMEOUT).run([group.to_job(STEPS)])
+    job = group_of(case, model).to_job(dict[str | None, int](STEPS.items()))
+    rows, failure = EmulatedRanks(Emulation(case.hosts, tuple(STEPS)), TIMEOUT).run([job])
     if failure is not None:
         raise CompressError(f"{case}: emulated hosts: {failure}")
     return [rows]
@@ -127,15 +138,23 @@ def mirrors(case: Case, model: Path) -> list[list[Row]]:
     Raises:
         CompressError: A process failed.
     """
-    steps = ("--rate", *STEPS, "--steps", *STEPS.values())
-    job = ("--mirror", case.hosts, *steps, "--config", case.config, "--model", model, "--output")
-    command = shlex.join(map(str, (sys.executable, "-m", "deepspeed_compress.cli", "bench", "step", *job)))
+    program = (sys.executable, "-m", "launch.studies.mirror_network", "--mirror-of", str(case), "--model", str(model))
     with signals_as_exceptions(), tempfile.TemporaryDirectory() as directory, Cluster(case.hosts) as cluster:
-        run = cluster.run(["sh", "-c", f"exec {command} {directory}/$RANK.json"], CPU, TIMEOUT)
+        run = cluster.run([*program, "--output-dir", directory], CPU, TIMEOUT)
         if run.failure is not None:
             run.print_ends()
             raise CompressError(f"{case}: mirrors: {run.failure}")
-        return [json.loads(file.read_text(encoding="utf-8"))["rows"] for file in Path(directory).glob("*.json")]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in Path(directory).glob("*.json")]
+
+
+def measure_mirror(case: Case, options: argparse.Namespace) -> None:
+    """Measure the steps of this mirror, and write their rows."""
+    file, rates = options.output_dir / f"{os.environ['RANK']}.json", {bits_per_second(rate): rate for rate in STEPS}
+    wires = Wires(case.hosts, 1, HostWire(join_gloo()))
+    computed_network.join(wires)
+    steps = dict(zip(rates, STEPS.values(), strict=True))
+    found = computed_network.measure(wires, group_of(case, options.model), steps)
+    write_json(file, [row | {"rate": rates[rate]} for rate, row in found])
 
 
 SIDES: Mapping[str, Callable[[Case, Path], list[list[Row]]]] = {"emulated": emulated, "mirrors": mirrors}

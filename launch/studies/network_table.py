@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times of training steps at 10, 25 and 100 Gbit/s: a computed network, and one measured rank (`bench step --mirror`).
+"""Times of training steps at 10, 25 and 100 Gbit/s: a computed network, and one measured rank.
 
 DeepSpeed's step is compared with ours in 8, 4 and 3 bits, under ZeRO 1 to 3, and under ZeRO 3 within nodes of eight
 GPUs. Without a GPU, a small model runs on a core, and the network is scaled to it: sizes, rates and delays are to its
@@ -27,11 +27,11 @@ from deepspeed_compress.planner.gpus import GPUS, Constants
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.arguments import positive_integer
-from deepspeed_compress.tools.bench.jobs import Row
+from deepspeed_compress.tools.bench import gauges, step_rank, systems
 from deepspeed_compress.tools.bench.links import bits_per_second
-from deepspeed_compress.tools.bench.mirror_network import HostWire
-from deepspeed_compress.tools.bench.options import MirrorOptions, written_rate
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, Group, group_contenders
+from launch.studies import computed_network
+from launch.studies.computed_network import HostWire, StreamWire, Wires
 from launch.studies.harness import CPU, markdown, new_parser, run_study, tracked
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     add("--models", nargs="+", choices=MODELS, default=["2M"], help="sizes of GPT-2 (default: 2M)")
     add("--ranks", type=positive_integer, nargs="+", default=[16, 64], help="multiples of 8 (default: 16 64)")
-    add("--rates", type=written_rate, nargs="+", default=["10gbit", "25gbit", "100gbit"], metavar="RATE")
+    add("--rates", nargs="+", default=["10gbit", "25gbit", "100gbit"], metavar="RATE")
     add("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help="(default: all)")
     add("--micro-batch", type=positive_integer, default=8, help="sequences (default: 8)")
     add("--seq-len", type=positive_integer, default=128, help="tokens of a sequence (default: 128)")
@@ -154,9 +154,7 @@ def find_scale(work: Work, directory: Path) -> Scale:
 
 def measure_scale(work: Work) -> Scale:
     """Measure the computation of a step."""
-    from deepspeed_compress.tools.bench import gauges, step_rank, systems
-
-    gauges.join_images(work.ranks, None)
+    gauges.join_images(work.ranks, work.ranks)
     workload = group_of(work).workload
     system = systems.compute_only(workload)
     step = step_rank.step_of(workload, system)
@@ -182,19 +180,13 @@ def in_process(function: Callable[[Work], T], work: Work) -> T:
 
 def measure(work: Work) -> dict[str, dict[str, float]]:
     """Measure the steps of all systems at all rates."""
-    from deepspeed_compress.tools.bench import gauges, step_rank
-
-    scaled = {f"{(work.scale or Scale()).rate * bits_per_second(rate):.0f}bit": rate for rate in work.rates}
-    card = ScaledWire(work.scale) if work.scale else None
-    gauges.join_images(work.ranks, MirrorOptions(tuple(scaled), PER_NODE), card)
+    rates = {(work.scale or Scale()).rate * bits_per_second(rate): rate for rate in work.rates}
+    wires = Wires(work.ranks, PER_NODE, ScaledWire(work.scale) if work.scale else StreamWire())
+    computed_network.join(wires)
     found: dict[str, dict[str, float]] = {rate: {} for rate in work.rates}
-    steps = dict.fromkeys(scaled, work.options["steps"])
-    step_rank.measure_group(group_of(work), steps, lambda row: _keep(row, found[scaled[row["rate"]]]), print)
+    for rate, row in computed_network.measure(wires, group_of(work), dict.fromkeys(rates, work.options["steps"])):
+        found[rates[rate]][row["contender"]["name"]] = row["step_s"]["median"]
     return found
-
-
-def _keep(row: Row, found: dict[str, float]) -> None:
-    found[row["contender"]["name"]] = row["step_s"]["median"]
 
 
 def group_of(work: Work) -> Group:

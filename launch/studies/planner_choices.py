@@ -30,7 +30,7 @@ from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import BRIEF, THOROUGH, brief_layouts, measure, measure_steps
+from deepspeed_compress.tools.plan_measure import informative, measure
 from launch.studies.harness import markdown, new_parser, tracked
 
 
@@ -69,7 +69,8 @@ _CASES = (
 CASES: Mapping[str, Case] = {str(case): case for case in _CASES}
 BATCH, SEQ, TIMEOUT = 16, 64, 1800.0
 """Sequences of a step, tokens of a sequence, and the time limit of a measurement in seconds."""
-CAREFUL = replace(THOROUGH, steps=9)
+STEPS = 9
+"""Least steps by which a choice is measured."""
 COLUMNS = ("now", "brief measurement, s", "choice", "above the best", "times as fast: predicted", "measured")
 
 
@@ -104,13 +105,13 @@ def compare(case: Case, model: Path) -> dict[str, Any]:
     job = Job(cluster, shape, SOFTWARE["deepspeed"], SEQ, BATCH, 20.0 * shape.trained_parameters)
     ranks, setup = EmulatedRanks(Emulation(case.hosts, (case.rate,), case.per_host), TIMEOUT), Setup(case.zero)
     begin = time.monotonic()
-    options = argparse.Namespace(software="deepspeed", model=model)
-    layouts = brief_layouts(choices(job, search(job), setup), job, options)
-    brief = measure(layouts, job, ranks, model, BRIEF)
+    options = argparse.Namespace(software="deepspeed", model=model, measure=None)
+    layouts = informative(choices(job, search(job), setup), job, options)
+    brief = measure(layouts, job, ranks, model)
     job = replace(job, constants=brief.constants, corrections=brief.corrections)
     found = choices(job, search(job), setup)
     seconds = time.monotonic() - begin
-    steps = measure_steps([one.candidate.layout for one in found], job, ranks, model, CAREFUL)
+    steps = measure([one.candidate.layout for one in found], job, ranks, model, STEPS).steps
     rows = [
         {"name": one.name, "predicted": one.seconds, "measured": step.seconds}
         for one, step in zip(found, steps, strict=True)

@@ -1,4 +1,4 @@
-"""Results of `time_to_loss` from curves and step times: seconds to the goal, tables and pictures."""
+"""Results of `time_to_loss` from curves and step times: seconds to the goal, and tables."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,9 +8,8 @@ from pathlib import Path
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.jobs import Row
 from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
-from deepspeed_compress.tools.bench.options import PEERS
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, stage_of
-from deepspeed_compress.tools.time_to_loss import TimedRun, draw_panels, time_to
+from deepspeed_compress.tools.time_to_loss import time_to
 from launch.studies.harness import markdown
 from launch.studies.loss_curve import Curve, Goal
 
@@ -173,7 +172,7 @@ def _steps(by_seed: Mapping[int, float | None], last: Mapping[int, tuple[float, 
 
 
 def report(trained: Sequence[Trained], window: int, times: StepTimes, output_dir: Path) -> None:
-    """Print the tables, write them as Markdown and JSON, and draw a picture if step times are known."""
+    """Print the tables, and write them as Markdown and JSON."""
     found = outcomes(trained, window, times)
     hosts = dict.fromkeys(one.hosts for one in found)
     tables = {count: table([one for one in found if one.hosts == count], times.rates(count)) for count in hosts}
@@ -181,28 +180,3 @@ def report(trained: Sequence[Trained], window: int, times: StepTimes, output_dir
     print(text)
     write_text(output_dir / "time_to_loss.md", text)
     write_json(output_dir / "time_to_loss.json", {"outcomes": [asdict(one) for one in found]})
-    for count in hosts:
-        _draw([run for run in trained if run.hosts == count], window, times, output_dir / f"{count}hosts.png")
-
-
-def _draw(trained: Sequence[Trained], window: int, times: StepTimes, file: Path) -> None:
-    """Plot held-out losses of the first seed over seconds, with a panel per rate and dashed lines for peers."""
-    first = [run for run in trained if run.seed == trained[0].seed]
-    baseline = next(run for run in first if run.name == BASELINE)
-    panels = {
-        f"{baseline.hosts} hosts, {_spoken(rate)}": _timed_runs(first, times, rate)
-        for rate in times.rates(baseline.hosts)
-        if times.of(BASELINE, baseline.hosts, rate, 0)
-    }
-    if panels:
-        draw_panels(panels, goal_of(baseline.curve, window).held_out, file, PEERS, logarithmic=True)
-
-
-def _timed_runs(trained: Sequence[Trained], times: StepTimes, rate: str) -> list[TimedRun]:
-    runs: list[TimedRun] = []
-    for run in trained:
-        timed = times.of(run.name, run.hosts, rate, run.curve.dense_steps)
-        if timed is not None:
-            points = tuple((timed.at(step), loss) for step, loss in run.curve.held_out)
-            runs.append(TimedRun(run.name, points, timed.step, timed.sent))
-    return runs

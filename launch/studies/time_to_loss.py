@@ -12,7 +12,7 @@ DDP, and the warm-up of a file as steps of DeepSpeed. The losses of DDP also sta
 round differently. An `adaptive` file needs a network to choose by: name the file of its choice instead, or train it on
 emulated hosts with race.
 
-Finished runs are kept and not repeated, and the tables and pictures show all of them.
+Finished runs are kept and not repeated, and the tables show all of them.
 
 examples, from the root of the repository:
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4
@@ -27,6 +27,7 @@ examples, from the root of the repository:
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,6 @@ from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError, DataError
 from deepspeed_compress.tools.arguments import positive_integer
-from deepspeed_compress.tools.bench.jobs import read_document
 from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
 from launch.studies.harness import (
     ROOT,
@@ -52,7 +52,7 @@ from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, rep
 
 NATIVE = ROOT / "configs" / "zero0_int4.json"
 """Configuration with the optimizer and the clipping of the peers."""
-PEERS = (BASELINE, "ddp-bf16", *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)))
+PEERS = (BASELINE, "ddp-powersgd1", "ddp-powersgd4")
 FSDP2 = ("fsdp2", "fsdp2-int4", "fsdp2-int4-weights")
 """FSDP2 uncompressed and compressed, which are trained on request."""
 OURS = (
@@ -66,15 +66,15 @@ START = 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the missing runs, write tables and pictures, and return the exit status."""
+    """Train the missing runs, write tables, and return the exit status."""
     return run_study(study, parse_options(argv))
 
 
 def study(options: argparse.Namespace) -> bool:
-    """Train the missing runs, and write tables and pictures of all. Return True if none has failed."""
+    """Train the missing runs, and write tables of all. Return True if none has failed."""
     runs = Study(options, prepare_data(options))
     succeeded = options.train_none or runs.train_missing()
-    times = StepTimes([read_document(file) for file in options.times])
+    times = StepTimes([json.loads(file.read_text(encoding="utf-8")) for file in options.times])
     report(runs.trained(), runs.window, times, options.output_dir)
     return succeeded
 
@@ -87,7 +87,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, nargs="*", default=OURS, metavar="FILE", help=ours)
     parser.add_argument("--peers", nargs="*", choices=(*PEERS, *FSDP2), default=PEERS, metavar="PEER")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to train")
-    parser.add_argument("--train-none", action="store_true", help="only write tables and pictures of finished runs")
+    parser.add_argument("--train-none", action="store_true", help="only write tables of finished runs")
     times = "files of `bench step --output` with the step times"
     parser.add_argument("--times", type=Path, nargs="*", default=(), metavar="FILE.json", help=times)
     parser.add_argument("--hosts", type=positive_integer, nargs="+", default=[4, 2], help="(default: 4, then 2)")

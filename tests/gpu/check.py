@@ -81,7 +81,7 @@ PARTS = (
     Part("sanitizer", "kernels under compute-sanitizer", 45, sources=_KERNELS),
     Part("steps", "training of every ZeRO stage, whatever the order of streams", 85),
     Part("features", "short trainings of two ranks, one for each feature", 60),
-    Part("step_time", "GPT-2: step time without a network limit, of 2 to 512 ranks, with traces", 130),
+    Part("step_time", "GPT-2: step time without a network limit, of 2 to 512 ranks", 130),
     Part("network_time", "GPT-2: step time at 10, 25 and 100 Gbit/s of a computed network", 90),
     Part("loss", "GPT-2: loss with and without compression", 80),
 )
@@ -114,8 +114,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help=wheels)
     again = "run parts again that the output file has from the same code on the same machine"
     parser.add_argument("--again", action="store_true", help=again)
-    output = "default: gpu_check.json; traces are written beside it"
-    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"), metavar="FILE", help=output)
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu_check.json"), metavar="FILE", help="(default: %(default)s)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -166,13 +167,11 @@ def _run_parts(options: argparse.Namespace, packages: str) -> list[Finding]:
     begin, until, found = time.time(), limits(parts, options.minutes), kept
     path = os.pathsep.join(filter(None, (packages, str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **_ENVIRONMENT[options.device]}
-    output = options.output.absolute().parent
-    output.mkdir(parents=True, exist_ok=True)
-    traces = ("--gpu-traces", str(output / f"{options.output.stem}_traces"))
+    options.output.absolute().parent.mkdir(parents=True, exist_ok=True)
     for part in parts:
         print(f"{part.name}: {part.summary} ...", flush=True)
         device = ("--gpu-device", options.device)
-        found += run_part(part, begin + until[part.name], (*device, *traces), environment)
+        found += run_part(part, begin + until[part.name], device, environment)
         # Written after each part, so that the file exists even if the machine crashes later.
         write_json(options.output, document(found, machine, {one.name: one.code for one in PARTS}))
     return found

@@ -31,7 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     until = "Unix time at which they must have ended (default: ten minutes for each file)"
     group.addoption("--gpu-until", type=float, metavar="TIME", help=until)
     group.addoption("--gpu-findings", type=Path, metavar="FILE", help="add a line of JSON for each of them")
-    group.addoption("--gpu-traces", type=Path, metavar="DIR", help="keep traces of steps here")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,9 +97,3 @@ def seconds_left(pytestconfig: pytest.Config) -> Callable[[], float]:
     """Function that returns the seconds that are left to the tests of the file."""
     until = pytestconfig.getoption("gpu_until") or time.time() + _SECONDS
     return lambda: until - time.time()
-
-
-@pytest.fixture(scope="session")
-def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of traces."""
-    return pytestconfig.getoption("gpu_traces") or tmp_path_factory.mktemp("traces")

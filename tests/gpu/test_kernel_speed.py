@@ -30,7 +30,7 @@ def rows(
     output: Path = tmp_path_factory.mktemp("kernels") / "kernels.json"
     numel, repeats = numel_on(device), REPEATS[device.type]
     sizes = ("--numel", str(numel), "--repeats", str(repeats))
-    arguments = ("kernels", "--device", device.type, "--in-use", *sizes, "--json", str(output))
+    arguments = ("kernels", "--device", device.type, *sizes, "--json", str(output))
     return {row["operation"]: row for row in bench(device.type, arguments, output, 0.95 * seconds_left())["rows"]}
 
 

@@ -1,11 +1,10 @@
-"""GPT-2: the time of a step with and without compression, and where it goes.
+"""GPT-2: the time of a step with and without compression.
 
 With a mirror, the network costs no time. With a GPU for each of two ranks, NCCL sends real messages.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,6 @@ def rows(
     device: torch.device,
     seconds_left: Callable[[], float],
     tmp_path_factory: pytest.TempPathFactory,
-    traces: Path,
 ) -> tuple[str, Mapping[str, Any]]:
     """Place, and rows of `bench step` there by name."""
     place: str = request.param
@@ -54,8 +52,7 @@ def rows(
     model.write_text(json.dumps({"model_type": "gpt2", **MODELS[device.type]}))
     launcher, options, share = PLACES[place]
     files = ("--config", str(config), "--model", str(model), "--output", str(output))
-    kept = ("--traces", str(traces / place.replace(" ", "_")))
-    arguments = ("step", *files, *SIZES[device.type], *options, *kept)
+    arguments = ("step", *files, *SIZES[device.type], *options)
     document = bench(device.type, arguments, output, share * seconds_left(), launcher)
     return place, {row["contender"]["name"]: row for row in document["rows"]}
 
@@ -86,12 +83,3 @@ def test_4_bits(rows: tuple[str, Mapping[str, Any]], device: torch.device, recor
         record_property("goal", f"at most {GOAL:.0%} more")
         if more > GOAL:
             pytest.xfail(f"{more:+.1%} of the step")
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "int4"])
-def test_trace(name: str, rows: tuple[str, Mapping[str, Any]], traces: Path, record_property: RecordProperty) -> None:
-    place, found = rows
-    shares = found[name]["shares"]
-    record_property("figure", ", ".join(f"{share} {part:.1%}" for share, part in shares.items()))
-    assert (traces / place.replace(" ", "_") / f"gpt2_{name}_zero2.json.gz").is_file()
-    assert (shares["encode"] > 0) == (name == "int4")

@@ -9,6 +9,7 @@ import pytest
 from deepspeed_compress.config import parse_section
 from deepspeed_compress.tools.bench.workload import DEEPSPEED
 from launch.studies import network_table
+from launch.studies.harness import ROOT
 from launch.studies.network_table import (
     BITS,
     LAYOUTS,
@@ -17,7 +18,9 @@ from launch.studies.network_table import (
     Work,
     ds_config,
     group_of,
+    in_process,
     main,
+    measure,
     measure_scale,
 )
 
@@ -56,6 +59,16 @@ def test_measurements_are_kept_and_shown(
     assert capsys.readouterr().out == out
     assert len(taken) == 3
     assert [one.name for one in group_of(taken[1]).contenders] == [DEEPSPEED, *BITS]
+
+
+@pytest.mark.slow
+def test_a_computed_network_makes_steps_longer_and_compression_worth_it() -> None:
+    sizes = {"device": "cpu", "micro_batch": 1, "seq_len": 32, "steps": 3}
+    model = str(ROOT / "configs" / "models" / "gpt_1m.json")
+    seconds = in_process(measure, Work("ZeRO 2", model, 16, ("1gbit", "50mbit"), sizes, Scale()))
+    # Each node sends 4.6 MB of gradients twice.
+    assert seconds["50mbit"][DEEPSPEED] > seconds["1gbit"][DEEPSPEED] + 0.8
+    assert seconds["50mbit"]["4 bits"] < 0.5 * seconds["50mbit"][DEEPSPEED]
 
 
 def test_a_scaled_network_is_as_slow_relative_to_steps() -> None:

@@ -29,16 +29,14 @@ def test_choices_are_measured_once_and_compared(
 ) -> None:
     taken: list[Layout] = []
 
-    def measure(layouts: Sequence[Layout], *_: object) -> Found:
+    def measure(layouts: Sequence[Layout], *given: object) -> Found:
+        if planner_choices.STEPS in given:
+            taken.extend(layouts)
+            return Found(SLOW, [Step(layout, 2.0 if layout is taken[0] else 1.0) for layout in layouts])
         assert [(one.zero, one.shard_within, one.gradient_bits) for one in layouts] == [(1, 0, 0), (1, 0, 4), (1, 2, 3)]
         return Found(SLOW)
 
-    def measure_steps(layouts: Sequence[Layout], *_: object) -> list[Step]:
-        taken.extend(layouts)
-        return [Step(layout, 2.0 if layout is taken[0] else 1.0) for layout in layouts]
-
     monkeypatch.setattr(planner_choices, "measure", measure)
-    monkeypatch.setattr(planner_choices, "measure_steps", measure_steps)
     monkeypatch.setattr(planner_choices, "enter_user_namespace", lambda _: None)
     given = ["--output-dir", str(tmp_path), "--only", CASE]
     assert main(given) == 0

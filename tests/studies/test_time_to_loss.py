@@ -130,11 +130,11 @@ def test_seconds_are_steps_times_step_time() -> None:
 @pytest.mark.slow
 def test_a_study_from_text_to_tables(tmp_path: Path, files: StudyFiles, capfd: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(files.text), "--output-dir", str(tmp_path), "--model", str(files.model), "--hosts", "2"]
-    short = ["--steps", "6", "--eval-every", "2", "--seq-len", "16", "--only", "^(ddp|ddp-bf16|zero0_int4)$"]
+    short = ["--steps", "6", "--eval-every", "2", "--seq-len", "16", "--only", "^(ddp|ddp-powersgd4|zero0_int4)$"]
     assert time_to_loss.main([*where, *short]) == 0
     assert [line.split("|")[1].strip() for line in capfd.readouterr().out.splitlines() if "|" in line][2:] == [
         "ddp",
-        "ddp-bf16",
+        "ddp-powersgd4",
         "zero0_int4",
     ]
     made = {file: file.stat().st_mtime_ns for file in (tmp_path / "2hosts").rglob("*.json")}
@@ -148,7 +148,6 @@ def test_a_study_from_text_to_tables(tmp_path: Path, files: StudyFiles, capfd: p
     steps.write_text(json.dumps({"rows": rows}))
     assert time_to_loss.main([*where, *short, "--times", str(steps)]) == 0
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "2hosts").rglob("*.json")} == made
-    assert (tmp_path / "2hosts.png").read_bytes().startswith(b"\x89PNG")
     seconds = {
         one["name"]: one["seconds"] for one in json.loads((tmp_path / "time_to_loss.json").read_text())["outcomes"]
     }

@@ -7,7 +7,6 @@ step, comm, kernels the commands
 rank, step_rank     the program of ranks: messages and probes, and training steps
 gauges              what ranks measure with
 workload, systems   the systems that are compared
-peers, megatron     training without DeepSpeed
+peers               training without DeepSpeed
 mirror              a process group whose other ranks mirror this one
-mirror_network      its computed network
 """

@@ -1,11 +1,9 @@
-"""Gauges of a rank: seconds per step, bytes sent by its network interface, peak memory, and traces of single steps."""
+"""Gauges of a rank: seconds per step, bytes sent by its network interface, and peak memory."""
 
 import contextlib
 import ctypes
 import gc
-import gzip
 import itertools
-import json
 import logging
 import os
 import re
@@ -13,8 +11,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from deepspeed_compress.tools.bench.links import DEVICE, set_own_rate
+from deepspeed_compress.tools.bench.links import DEVICE
 from deepspeed_compress.tools.bench.mirror import MIRROR, join_mirror
-from deepspeed_compress.tools.bench.mirror_network import Card, Wires, join_network_mirror, make_card, set_mirrored_rate
-from deepspeed_compress.tools.bench.options import MirrorOptions
 from deepspeed_compress.training.ranks import Ranks, start_ranks
 
 
@@ -54,22 +48,14 @@ def join() -> Ranks:
     return start_ranks(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def join_images(ranks: int, network: MirrorOptions | None, card: Card | None = None) -> Ranks:
-    """Join `ranks` - 1 mirror images of this process, as rank 0, behind a computed network if there is one.
-
-    Its messages leave by `card`; None for that of the device.
-    """
+def join_images(ranks: int, per_host: int) -> Ranks:
+    """Join `ranks` - 1 mirror images of this process, as rank 0."""
     _silence()
-    wires = None if network is None else Wires(network, ranks, card or make_card())
-    local = str(ranks if network is None else network.per_node)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": local}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_host)}
     # No extension is built: its shared memory connects processes, and there may be no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().set_device(0)
-    if wires is None:
-        join_mirror(ranks)
-    else:
-        join_network_mirror(ranks, wires)
+    join_mirror(ranks)
     deepspeed.init_distributed(MIRROR, auto_mpi_discovery=False)
     return Ranks(0, ranks, 0)
 
@@ -78,14 +64,6 @@ def _silence() -> None:
     # DeepSpeed calls functions that torch has renamed.
     warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-
-
-def set_rate(rate: str) -> bool:
-    """Limit the link of this host. Return False if the link is computed, so that no interface counts its bytes."""
-    if set_mirrored_rate(rate):
-        return False
-    set_own_rate(rate)
-    return True
 
 
 def ranks_of_host() -> int:
@@ -156,67 +134,3 @@ def _resident(name: str) -> int:
     status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
     found = re.search(rf"{name}:\s*(\d+) kB", status)
     return 1024 * int(found[1]) if found else 0
-
-
-STEP = "deepspeed_compress.step"
-"""Name of the span of the whole step."""
-_PHASES: Mapping[str, str] = {"encode": "compress", "decode": "decompress", "exchange": "communicate"}
-"""Shares and the phases of the meter, which the profiler shows as "deepspeed_compress.PHASE"."""
-_IDLE = "idle"
-SHARES = (*_PHASES, _IDLE)
-"""Shares of a step. The last one, of the time in which no kernel runs on the busiest stream, needs a GPU."""
-_ON_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")
-
-Event = Mapping[str, Any]
-
-
-def trace_step(step: Callable[[], object], file: Path) -> dict[str, float]:
-    """Take a step on every rank. Rank 0 writes its trace to `file` (.json.gz) and returns the shares."""
-    on_gpu = device().type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    get_accelerator().synchronize()
-    with profile(activities=activities) as profiler, record_function(STEP):
-        step()
-        get_accelerator().synchronize()
-    found: dict[str, float] = {}
-    if dist.get_rank() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(file))
-        with gzip.open(file, "rt", encoding="utf-8") as stream:
-            found = shares(json.load(stream)["traceEvents"], on_gpu)
-    dist.barrier()
-    return found
-
-
-def shares(events: Sequence[Event], on_gpu: bool) -> dict[str, float]:
-    """Return the fraction of the profiled step's time for each of `SHARES`."""
-    spans = [event for event in events if event.get("ph") == "X"]
-    [step] = [span for span in spans if span["name"] == STEP and span["cat"] == "user_annotation"]
-    kind = "gpu_user_annotation" if on_gpu else "user_annotation"
-    whole, found = step["dur"], {}
-    for share, phase in _PHASES.items():
-        # With gloo, the host waits for messages.
-        seen = kind if phase != "communicate" else "user_annotation"
-        ours = (span for span in spans if span["name"] == f"deepspeed_compress.{phase}" and span["cat"] == seen)
-        found[share] = covered(ours) / whole
-    if on_gpu:
-        found[_IDLE] = 1 - _busiest(spans) / whole
-    return found
-
-
-def _busiest(spans: Iterable[Event]) -> float:
-    """Return the microseconds for which the busiest stream works."""
-    streams = defaultdict(list)
-    for span in spans:
-        if span.get("cat") in _ON_STREAM:
-            streams[span["tid"]].append(span)
-    return max(map(covered, streams.values()), default=0.0)
-
-
-def covered(spans: Iterable[Event]) -> float:
-    """Return the microseconds in which at least one of `spans` is active."""
-    total, end = 0.0, float("-inf")
-    for begin, length in sorted((span["ts"], span["dur"]) for span in spans):
-        total += max(0.0, begin + length - max(begin, end))
-        end = max(end, begin + length)
-    return total

@@ -12,7 +12,6 @@ From Python:
 
 examples:
   python -m deepspeed_compress.tools.bench.hosts --hosts 2 --rate 100mbit -- python program.py --option
-  python -m deepspeed_compress.tools.bench.hosts --clean
 """
 
 import argparse
@@ -295,29 +294,15 @@ def main() -> int:
         "--rate", default=links.UNLIMITED, help="rate of every link, such as 100mbit (default: no limit)"
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS")
-    parser.add_argument("--clean", action="store_true", help="delete the namespaces that killed runs have left")
-    parser.add_argument("command", nargs="*", help="program and arguments, after --")
+    parser.add_argument("command", nargs="+", help="program and arguments, after --")
     options = parser.parse_args()
     links.enter_user_namespace([sys.executable, "-m", __spec__.name, *sys.argv[1:]])
-    if bool(options.command) == options.clean:
-        parser.error("write a command after --, or --clean")
     try:
-        return _clean() if options.clean else _run_command(options)
+        with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
+            run = cluster.run(options.command, timeout=options.timeout, on_line=partial(print, end=""))
     except links.ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _clean() -> int:
-    links.check_machine()
-    for name in links.clean():
-        print(f"deleted {name}")
-    return 0
-
-
-def _run_command(options: argparse.Namespace) -> int:
-    with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
-        run = cluster.run(options.command, timeout=options.timeout, on_line=partial(print, end=""))
     if run.failure is not None:
         run.print_ends()
         print(f"error: {run.failure}", file=sys.stderr)

@@ -18,7 +18,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import check_machine
-from deepspeed_compress.tools.bench.options import Emulation, MirrorOptions
+from deepspeed_compress.tools.bench.options import Emulation
 
 Row = dict[str, Any]
 
@@ -45,24 +45,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def read_document(path: Path) -> Row:
-    """Return the document at `path`, or a new one if there is no file.
-
-    Raises:
-        ConfigError: The file holds something else.
-    """
-    if not path.is_file():
-        return new_document()
-    try:
-        document: Row = json.loads(path.read_text(encoding="utf-8"))
-        complete = all("workload" in row and "contender" in row for row in document["rows"])
-    except (ValueError, KeyError, TypeError):
-        complete = False
-    if not complete:
-        raise ConfigError(f"--output {path}: contains no measurements of steps; choose another file")
-    return document
-
-
 def save_document(document: Row, path: Path) -> None:
     """Write the document atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,17 +63,13 @@ T = TypeVar("T")
 class EmulatedRanks:
     """Ranks on emulated hosts of this machine. Every job starts new processes, which may take `timeout` seconds."""
 
-    is_first = starts_processes = True
+    is_first = True
 
     def __init__(self, emulation: Emulation, timeout: float) -> None:
         self.emulation, self.timeout = emulation, timeout
         self.count, self.per_host = emulation.ranks, emulation.per_host
         self.rates: Sequence[str | None] = emulation.rates
         """Rates of links to measure at."""
-
-    def first_only(self, action: Callable[[], T]) -> T:
-        """Return the result of `action`, since this process is not a rank."""
-        return action()
 
     def gather(self, mine: T) -> list[T]:
         """Return `mine`, which is that of all ranks."""
@@ -128,19 +106,14 @@ class LaunchedRanks:
     All jobs share the groups of these processes, which are destroyed at the end of the context.
     """
 
-    starts_processes = False
+    rates: Sequence[str | None] = (None,)
+    per_host = 1
 
-    def __init__(self, images: int | None = None, network: MirrorOptions | None = None) -> None:
+    def __init__(self, images: int | None = None) -> None:
         from deepspeed_compress.tools.bench import gauges
 
-        self.rates: Sequence[str | None] = (None,) if network is None else network.rates
-        self.per_host = 1 if network is None else network.per_node
-        ranks = gauges.join() if images is None else gauges.join_images(images, network)
-        self.count, self.is_first, self._ranks = ranks.world_size, ranks.is_first, ranks
-
-    def first_only(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0 only, and return its result on every rank."""
-        return self._ranks.first_only(action)
+        ranks = gauges.join() if images is None else gauges.join_images(images, images)
+        self.count, self.is_first = ranks.world_size, ranks.is_first
 
     def gather(self, mine: T) -> list[T]:
         """Return `mine` of every rank."""

@@ -1,4 +1,4 @@
-"""`bench kernels`: every implementation of the compression operations, compared with a copy of the same memory."""
+"""`bench kernels`: the compression operations that training uses here, compared with a copy of the same memory."""
 
 import argparse
 import math
@@ -150,7 +150,7 @@ _LAUNCH_CYCLES = 1_000_000
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write. Return the exit code."""
     device = torch.device(options.device)
-    rows = measure(options.numel, device, options.repeats, options.only, options.in_use, options.minima)
+    rows = measure(options.numel, device, options.repeats, options.only)
     heading = f"{options.numel:,} fp32 elements on {_name(device)}"
     new_console().print(_table(heading, rows))
     if options.json:
@@ -158,18 +158,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(
-    numel: int,
-    device: torch.device,
-    repeats: int,
-    only: re.Pattern[str] | None = None,
-    in_use: bool = False,
-    minima: bool = False,
-) -> list[Row]:
+def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str] | None = None) -> list[Row]:
     """Measure a copy and every operation whose name matches `only`, on one core or GPU.
 
-    If `in_use`, measure only the implementation that training uses. If `minima`, rates are those of the least times,
-    and copies before every call are what they are compared with.
+    Rates are those of the least times, and copies before every call are what they are compared with.
 
     Raises:
         ConfigError: No operation matches, or `numel` is too small.
@@ -186,28 +178,23 @@ def measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return list(_measured(numel, device, repeats, chosen, in_use, minima))
+        return list(_measured(numel, device, repeats, chosen))
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(
-    numel: int, device: torch.device, repeats: int, chosen: list[str], in_use: bool, minima: bool
-) -> Iterator[Row]:
+def _measured(numel: int, device: torch.device, repeats: int, chosen: list[str]) -> Iterator[Row]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
-    rate, copy_x = min if minima else statistics.median, partial(torch.empty_like(x).copy_, x)
-    copy = _row(COPY, "torch", x, seconds([copy_x], device, repeats)[0], 2 * x.nbytes, rate)
+    copy_x = partial(torch.empty_like(x).copy_, x)
+    copy = _row(COPY, "torch", x, seconds([copy_x], device, repeats)[0], 2 * x.nbytes)
     yield copy | {"of_copy": 1.0, "moved_of_copy": 1.0}
-    found = list(implementations(device).items())
+    name, module = next(iter(implementations(device).items()))
     for operation in chosen:
-        for name, module in found[:1] if in_use else found:
-            moved = bytes_moved(operation, module, x)
-            calls: list[Callable[[], object]] = [OPERATIONS[operation](module, x), *([copy_x] if minima else [])]
-            taken, *copies = seconds(calls, device, repeats)
-            row = _row(operation, name, x, taken, moved, rate)
-            base = _row(COPY, "torch", x, copies[0], 2 * x.nbytes, rate) if copies else copy
-            ratios = (row[key] / base[key] for key in ("gb_per_s", "moved_gb_per_s"))
-            yield row | dict(zip(("of_copy", "moved_of_copy"), ratios, strict=True))
+        moved = bytes_moved(operation, module, x)
+        taken, copies = seconds([OPERATIONS[operation](module, x), copy_x], device, repeats)
+        row, base = _row(operation, name, x, taken, moved), _row(COPY, "torch", x, copies, 2 * x.nbytes)
+        ratios = (row[key] / base[key] for key in ("gb_per_s", "moved_gb_per_s"))
+        yield row | dict(zip(("of_copy", "moved_of_copy"), ratios, strict=True))
 
 
 def bytes_moved(operation: str, kernels: Kernels, x: Tensor) -> int:
@@ -217,18 +204,16 @@ def bytes_moved(operation: str, kernels: Kernels, x: Tensor) -> int:
     return counting.moved
 
 
-def _row(
-    operation: str, implementation: str, x: Tensor, taken: list[float], moved: int, rate: Callable[[list[float]], float]
-) -> Row:
-    """Return a row whose rates are those of the time that `rate` selects."""
+def _row(operation: str, implementation: str, x: Tensor, taken: list[float], moved: int) -> Row:
+    """Return a row whose rates are those of the least time."""
     return {
         "operation": operation,
         "implementation": implementation,
         "numel": x.numel(),
         "seconds": {"median": statistics.median(taken), "min": min(taken), "max": max(taken)},
-        "gb_per_s": 4e-9 * x.numel() / rate(taken),
+        "gb_per_s": 4e-9 * x.numel() / min(taken),
         "bytes_moved": moved,
-        "moved_gb_per_s": 1e-9 * moved / rate(taken),
+        "moved_gb_per_s": 1e-9 * moved / min(taken),
     }
 
 
@@ -276,9 +261,7 @@ def _table(heading: str, rows: list[Row]) -> Table:
     )
     texts, figures = ("operation", "implementation"), ("ms", "GB/s", "/ copy", "moved GB/s", "/ copy")
     table = new_table(heading, (*texts, *figures), texts, caption)
-    for index, row in enumerate(rows):
-        if index and row["operation"] != rows[index - 1]["operation"]:
-            table.add_section()
+    for row in rows:
         rates = (row[name] for name in ("gb_per_s", "of_copy", "moved_gb_per_s", "moved_of_copy"))
         cells = (f"{figure:.2f}" for figure in (4e-6 * row["numel"] / row["gb_per_s"], *rates))
         table.add_row(row["operation"], row["implementation"], *cells)

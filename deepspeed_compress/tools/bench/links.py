@@ -14,7 +14,6 @@ from deepspeed_compress.errors import CompressError
 DEVICE = "eth0"
 PREFIX = "dscompress"
 """Prefix of namespace names: PREFIX + process id + "-" + host number or "bridge"."""
-NAMESPACES = Path("/run/netns")
 UNLIMITED = "none"
 HOSTS_VARIABLE = "DS_COMPRESS_EMULATED"
 """Environment variable of a process on an emulated host that holds the name prefix of its cluster's namespaces."""
@@ -96,18 +95,6 @@ def set_own_rate(rate: str) -> None:
         return
     set_rate(f"{prefix}-{host}", DEVICE, rate)
     set_rate(f"{prefix}-bridge", f"port{host}", rate)
-
-
-def clean() -> list[str]:
-    """Delete the namespaces left by processes that no longer exist, and return their names."""
-    left = [path.name for path in NAMESPACES.glob(f"{PREFIX}*-*") if not _maker_lives(path.name)]
-    for name in left:
-        run_tool("ip", "netns", "del", name)
-    return left
-
-
-def _maker_lives(namespace: str) -> bool:
-    return Path("/proc", namespace.removeprefix(PREFIX).partition("-")[0]).exists()
 
 
 def _token_bucket(bits: float) -> list[str]:

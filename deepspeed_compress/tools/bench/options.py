@@ -9,17 +9,14 @@ from deepspeed_compress.tools.arguments import Subcommands, integer_from, positi
 
 PEERS = (
     "deepspeed",
-    "deepspeed-bf16",
     "ddp",
     "ddp-int4",
-    "ddp-bf16",
-    *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
+    "ddp-powersgd1",
+    "ddp-powersgd4",
     "fsdp2",
     "fsdp2-hsdp",
     "fsdp2-int4",
     "fsdp2-int4-weights",
-    "megatron",
-    "megatron-int4",
 )
 KINDS = ("collectives", "tensor", "pipeline", "experts", "sequence")
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
@@ -38,19 +35,6 @@ class Emulation:
         return self.hosts * self.per_host
 
 
-@dataclass(frozen=True)
-class MirrorOptions:
-    """Computed network of a mirror: rates of a node, its ranks, and bits per second inside; None for the device's."""
-
-    rates: tuple[str, ...]
-    per_node: int
-    inside: float | None = None
-
-    def __str__(self) -> str:
-        inside = "" if self.inside is None else f", {self.inside / 1e9:g} Gbit/s inside"
-        return f"{self.per_node} on a node{inside}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subparser for each benchmark."""
     subparsers = Subcommands(parser, "BENCHMARK")
@@ -65,8 +49,7 @@ def _add_step(subparsers: Subcommands) -> None:
         "bench step --config ds_config.json --emulate 2,1gbit,100mbit --output step.json",
         "bench step --config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit "
         "--output step.json",
-        "bench step --config ds_config.json --mirror 2 --traces traces --output step.json",
-        "bench step --config ds_config.json --mirror 16 --ranks-per-node 8 --rate 10gbit 25gbit --output step.json",
+        "bench step --config ds_config.json --mirror 2 --output step.json",
     ]
     parser = subparsers.add("step", "tools.bench.step:run", what, examples)
     group = parser.add_argument_group("measurement")
@@ -86,18 +69,9 @@ def _add_step(subparsers: Subcommands) -> None:
     group.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=what)
     what = "measure one rank of N on this machine, whose messages come back at once: a network that costs no time"
     _add_where(parser).add_argument("--mirror", type=integer_from(2), metavar="N", help=what)
-    network = parser.add_argument_group("computed network of --mirror")
-    what = "let messages take as long as nodes with links of each RATE would need, such as 10gbit 25gbit"
-    network.add_argument("--rate", nargs="+", type=written_rate, metavar="RATE", help=what)
-    what = "ranks of a node, which share its link (default: 1)"
-    network.add_argument("--ranks-per-node", type=positive_integer, default=1, metavar="N", help=what)
-    what = "rate between the ranks of a node, such as 300gbit (default: that of the device)"
-    network.add_argument("--rate-inside", type=rate, metavar="RATE", help=what)
     output = parser.add_argument_group("output")
-    what = "file for the rows; rows that it already has are not measured again"
+    what = "new file for the rows"
     output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=what)
-    what = "trace one more step of each measurement under torch's profiler, for https://ui.perfetto.dev"
-    output.add_argument("--traces", type=Path, metavar="DIR", help=what)
 
 
 def _add_comm(subparsers: Subcommands) -> None:
@@ -125,20 +99,16 @@ def _add_kernels(subparsers: Subcommands) -> None:
     what = "Measure the compression kernels on one core or GPU, compared with copying the same memory."
     examples = [
         "bench kernels --numel 100M --json kernels.json",
-        "bench kernels --device cuda --in-use",
+        "bench kernels --device cuda",
         "bench kernels --only int4 --numel 10M",
     ]
     parser = subparsers.add("kernels", "tools.bench.kernels:run", what, examples)
     what = "number of input elements (default: 100M)"
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    what = "number of timed calls, whose median is reported (default: 5)"
+    what = "number of timed calls, whose least time counts (default: 5; with other load, try 50)"
     parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help=what)
     parser.add_argument("--only", metavar="PATTERN", type=pattern, help="measure operations whose name matches")
-    what = "measure only the implementation that training uses here, without plain PyTorch, which needs much memory"
-    parser.add_argument("--in-use", action="store_true", help=what)
-    what = "compare minimum times, with a copy before every call, for a machine with other load (try --repeats 50)"
-    parser.add_argument("--minima", action="store_true", help=what)
     parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures")
 
 
@@ -173,16 +143,6 @@ def emulation(text: str) -> Emulation:
     for one in rates:
         rate(one)
     return Emulation(int(hosts), tuple(rates), int(ranks))
-
-
-def written_rate(text: str) -> str:
-    """Check a rate such as "10gbit", and return it as it is written.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is none.
-    """
-    rate(text)
-    return text
 
 
 def pattern(text: str) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""Peers to compare with: PyTorch's DDP, its communication hooks, FSDP2, and Megatron.
+"""Peers to compare with: PyTorch's DDP, its communication hooks, and FSDP2.
 
 All share one plain PyTorch training loop and the settings of its optimizer.
 """
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -156,19 +155,6 @@ class DdpStepper(TorchStepper):
         return nullcontext() if last else self.model.no_sync()
 
 
-class Bf16Stepper(DdpStepper):
-    """Training loop with DDP and PyTorch's hook that sends gradients in bf16."""
-
-    def __init__(self, workload: Workload, optimizer: Optimizer, start: int) -> None:
-        super().__init__(workload, optimizer, start)
-        self.model.register_comm_hook(None, _compressed_to_bf16)
-
-
-def _compressed_to_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    # Without CUDA, DDP rejects PyTorch's hook by its name, although gloo can sum bf16 too.
-    return bf16_compress_hook(state, bucket)
-
-
 class PowerSgdStepper(DdpStepper):
     """Training loop with DDP and PowerSGD's hook, which uses error feedback and warm start by default."""
 
@@ -209,13 +195,6 @@ class Fsdp2Stepper(TorchStepper):
         return nullcontext()
 
 
-def _megatron(workload: Workload, optimizer: Optimizer, start: int, section: Mapping[str, Any] | None = None) -> Any:
-    # Megatron belongs to a separate extra, which other peers do not need.
-    from deepspeed_compress.tools.bench.megatron import MegatronStepper
-
-    return MegatronStepper(workload, optimizer, section)
-
-
 @dataclass(frozen=True)
 class Peer:
     """Peer to compare with.
@@ -230,18 +209,15 @@ class Peer:
     least_start: int | None = None
 
 
-_INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}}
-_INT4_WEIGHTS: Mapping[str, Any] = {**_INT4, "weights": {"bits": 4}}
+INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}}
+_INT4_WEIGHTS: Mapping[str, Any] = {**INT4, "weights": {"bits": 4}}
 PEERS: Mapping[str, Peer] = {
     "ddp": Peer(DdpStepper),
-    "ddp-int4": Peer(partial(DdpStepper, section=_INT4)),
-    "ddp-bf16": Peer(Bf16Stepper),
-    **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 2, 4, 8)},
+    "ddp-int4": Peer(partial(DdpStepper, section=INT4)),
+    **{f"ddp-powersgd{rank}": Peer(partial(PowerSgdStepper, rank=rank), POWERSGD_START) for rank in (1, 4)},
     "fsdp2": Peer(Fsdp2Stepper),
     "fsdp2-hsdp": Peer(partial(Fsdp2Stepper, by_host=True)),
-    "fsdp2-int4": Peer(partial(Fsdp2Stepper, section=_INT4)),
+    "fsdp2-int4": Peer(partial(Fsdp2Stepper, section=INT4)),
     "fsdp2-int4-weights": Peer(partial(Fsdp2Stepper, section=_INT4_WEIGHTS)),
-    "megatron": Peer(_megatron),
-    "megatron-int4": Peer(partial(_megatron, section=_INT4)),
 }
-"""Peers by name, as `bench step --peers` and the studies accept it."""
+"""Peers by name, as `bench step --peers` accepts it."""

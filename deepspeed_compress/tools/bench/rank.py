@@ -212,7 +212,7 @@ def measure_probes(job: Row, emit: Emit, log: Log) -> None:
     small = torch.zeros(1, device=gauges.device())
     emit({"kind": "kernel", "sizes": [], "seconds": _seconds(partial(small.add_, 1))})
     dist.barrier()
-    for row in kernels.measure(job["numel"], gauges.device(), REPEATS, CODING, in_use=True):
+    for row in kernels.measure(job["numel"], gauges.device(), REPEATS, CODING):
         kind = "copy" if row["operation"] == kernels.COPY else "coding"
         emit({"kind": kind, "sizes": [row["bytes_moved"]], "seconds": _mean(row["seconds"]["median"])})
     for group in _groups(job["per_host"]):

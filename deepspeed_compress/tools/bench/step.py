@@ -1,4 +1,4 @@
-"""`bench step`: find the measurements missing in the output file, run them, and compare the rows."""
+"""`bench step`: measure steps, and compare the rows."""
 
 import argparse
 import json
@@ -6,18 +6,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, read_document, save_document
+from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, new_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
-from deepspeed_compress.tools.bench.options import MirrorOptions
 from deepspeed_compress.tools.bench.workload import (
     COMPUTE_ONLY,
     DEEPSPEED,
@@ -42,67 +39,43 @@ Steps = dict[str | None, int]
 def run(options: argparse.Namespace) -> int:
     """Measure, save and print. Return exit code 1 if a run failed, else 0.
 
-    Under a launcher, only rank 0 reads and writes the file.
+    Under a launcher, only rank 0 writes the file.
+
+    Raises:
+        ConfigError: The file exists, or the options contradict each other.
     """
+    if options.output.exists():
+        raise ConfigError(f"--output {options.output}: exists, and a file holds one run; write another one")
     with _find_ranks(options) as ranks:
-        document, failures = _measure(options, ranks)
+        rows, failures = _measure(options, ranks)
     if ranks.is_first:
-        _show(document, options)
+        print_steps(rows)
     return int(failures > 0)
 
 
-def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[Row, int]:
-    """Measure what the output file lacks, and save it. Return the document, and the number of runs that failed."""
+def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[list[Row], int]:
+    """Measure all groups, and save what is measured after each. Return the rows, and the number of runs that failed."""
     groups, steps = _groups(options, ranks.count), steps_at(options, ranks.rates)
     if not options.emulate:
         _check_same_layout(groups)
-    document = ranks.first_only(partial(read_document, options.output))
-    begin, failures, mirror = time.monotonic(), 0, _mirror(options)
+    begin, failures, found = time.monotonic(), 0, list[Row]()
     for number, group in enumerate(groups, 1):
-        missing = missing_rates(document["rows"], group, ranks.count, steps, mirror, ranks.per_host)
         if ranks.is_first:
-            shown = ", ".join(rate or "this network" for rate in missing) or f"already in {options.output}"
             label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, ranks.count)}"
-            print(f"{label}: {shown}", flush=True)
-        if missing:
-            rows, failure = ranks.run([group.to_job(missing, options.traces)])
-            failures += failure is not None
-            merge(document, [row | {"mirror": mirror} for row in rows] if mirror else rows)
-            if ranks.is_first:
-                save_document(document, options.output)
-    return document, failures
+            print(f"{label}: {', '.join(rate or 'this network' for rate in steps)}", flush=True)
+        rows, failure = ranks.run([group.to_job(steps)])
+        failures += failure is not None
+        found += compared(rows, bool(options.mirror))
+        if ranks.is_first:
+            save_document(new_document(found), options.output)
+    return found, failures
 
 
 def _find_ranks(options: argparse.Namespace) -> JobRanks:
     if not options.mirror:
-        if options.rate or options.rate_inside or options.ranks_per_node > 1:
-            raise ConfigError("--rate: computes the network of --mirror N; write it, too, or --emulate HOSTS,RATE")
         return find_ranks(options.emulate, options.timeout, "bench step")
     _check_mirrored(_groups(options, options.mirror))
-    return LaunchedRanks(options.mirror, _network(options))
-
-
-def _network(options: argparse.Namespace) -> MirrorOptions | None:
-    """Return the computed network of a mirror; None without one.
-
-    Raises:
-        ConfigError: Its ranks do not fill whole nodes, or it has no rate.
-    """
-    if not options.rate:
-        if options.rate_inside or options.ranks_per_node > 1:
-            raise ConfigError("--rate: is missing; --ranks-per-node and --rate-inside describe its network, too")
-        return None
-    if options.mirror % options.ranks_per_node:
-        raise ConfigError(
-            f"--ranks-per-node: {options.mirror} ranks do not fill nodes of {options.ranks_per_node}; write a divisor"
-        )
-    return MirrorOptions(tuple(options.rate), options.ranks_per_node, options.rate_inside)
-
-
-def _mirror(options: argparse.Namespace) -> bool | str:
-    """Return what rows say of their other ranks: nothing, that they are images, or how a network joins these."""
-    network = _network(options) if options.mirror else None
-    return bool(options.mirror) if network is None else str(network)
+    return LaunchedRanks(options.mirror)
 
 
 def _check_same_layout(groups: Sequence[Group]) -> None:
@@ -162,45 +135,10 @@ def _title(group: Group, ranks: int) -> str:
     return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} systems"
 
 
-def missing_rates(
-    rows: Sequence[Row], group: Group, ranks: int, steps: Steps, mirror: bool | str = False, per_host: int = 1
-) -> Steps:
-    """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
-    present = {_identity(row) for row in rows}
-    probe = group.to_json()
-    common = {"ranks": ranks, "mirror": mirror, "per_host": per_host, "workload": probe["workload"]}
-    return {
-        rate: count
-        for rate, count in steps.items()
-        if any(
-            _identity(common | {"rate": rate, "contender": contender}) not in present
-            for contender in probe["contenders"]
-        )
-    }
-
-
-def _identity(row: Row) -> str:
-    """Return a key that is equal for rows of the same measurement."""
-    names = ("ranks", "rate", "workload", "contender")
-    return json.dumps(
-        [*(row[name] for name in names), row.get("mirror", False), row.get("per_host", 1)], sort_keys=True
-    )
-
-
-def merge(document: Row, rows: Sequence[Row]) -> None:
-    """Replace the rows of the same measurements by `rows`, all from one run. Comparisons are made within the run."""
-    compared = [row | _compared(row, rows) for row in rows]
-    merged = {_identity(row): row for row in [*document["rows"], *compared]}
-    document["rows"] = sorted(merged.values(), key=_order)
-
-
-def _order(row: Row) -> tuple[Any, ...]:
-    """Return the sort key of a row: workload, rate and stage. Contenders without a stage come last."""
-    contender = Contender(**row["contender"])
-    stage, rate = stage_of(contender.ds_config), row["rate"]
-    work = (row["workload"]["model"], row["ranks"], row.get("per_host", 1), json.dumps(row["workload"], sort_keys=True))
-    speed = -bits_per_second(rate) if rate else 0.0
-    return (*work, speed, 9 if stage is None else stage, contender.kind == OURS, contender.name)
+def compared(rows: Sequence[Row], mirror: bool = False) -> list[Row]:
+    """Return the rows of a run, fast rates first, with what their comparison shows. Rows of a `mirror` say so."""
+    ordered = sorted(rows, key=lambda row: -bits_per_second(row["rate"]) if row["rate"] else 0.0)
+    return [row | _compared(row, rows) | ({"mirror": True} if mirror else {}) for row in ordered]
 
 
 def _compared(row: Row, rows: Sequence[Row]) -> Row:
@@ -218,8 +156,9 @@ def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
     ds_config = row["contender"]["ds_config"]
     if ds_config is None:
         return None
-    wanted = _identity(row | {"contender": vars(Contender(DEEPSPEED, DEEPSPEED, without_section(ds_config)))})
-    return next((other for other in rows if _identity(other) == wanted), None)
+    wanted = json.dumps(vars(Contender(DEEPSPEED, DEEPSPEED, without_section(ds_config))), sort_keys=True)
+    same = (other for other in rows if other["rate"] == row["rate"])
+    return next((other for other in same if json.dumps(other["contender"], sort_keys=True) == wanted), None)
 
 
 def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
@@ -268,12 +207,6 @@ def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:
     return counted | predicted | ({"difference_percent": max(differences, key=abs)} if differences else {})
 
 
-def _show(document: Row, options: argparse.Namespace) -> None:
-    """Show the rows of the requested models. The file may hold others."""
-    rows = [row for row in document["rows"] if row["workload"]["model"] in options.model]
-    print_steps(rows)
-
-
 Cells = dict[str, str]
 """Cells of a table by column."""
 
@@ -292,7 +225,7 @@ def print_steps(rows: Sequence[Row]) -> None:
     console = new_console()
     for work in dict.fromkeys(same_work(row) for row in rows):
         same = [row for row in rows if same_work(row) == work]
-        for form in (*FORMS, *([TRACES] if any("shares" in row for row in same) else [])):
+        for form in FORMS:
             console.print(step_table(same, form))
 
 
@@ -306,8 +239,7 @@ def title(row: Row) -> str:
     work = row["workload"]
     layout = "".join(f", {name} {work[name]}" for name in ("pipeline", "tensor", "sequence") if work[name] > 1)
     batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
-    kinds = {True: " (a mirror)", False: ""}
-    mirror = kinds.get(row.get("mirror", False), " (computed network, measured device)")
+    mirror = " (a mirror)" * row.get("mirror", False)
     ranks = f"{row['ranks']} ranks" + (f", {row['per_host']} on a host" if row.get("per_host", 1) > 1 else "")
     return f"{work['model']} in {work['precision']} on {ranks}{mirror}{layout}, {batch}"
 
@@ -344,18 +276,12 @@ def _size_cells(row: Row) -> Cells:
     return sent | {"diff": shown(sizes.get("difference_percent"), "+.2f")} | memory
 
 
-def _share_cells(row: Row) -> Cells:
-    shares = row.get("shares", {})
-    return {name: shown(shares.get(name), ".1f", 100) for name in SHARES}
-
-
 def _megabytes(values: Sequence[float | None]) -> str:
     """Return the mean of the known `values`, in MB."""
     known = [value for value in values if value is not None]
     return shown(statistics.fmean(known) if known else None, ",.1f", 1e-6)
 
 
-SHARES = ("encode", "decode", "exchange", "idle")
 PHASES = {"compute": "compute", "compress": "compress", "wait": "communicate", "decompress": "decompress"}
 """Columns of the parts of a step, with their names in a row."""
 FORMS = (
@@ -370,9 +296,3 @@ FORMS = (
         lambda row: {"peak": _megabytes(row["compute_only_peak_bytes"])},
     ),
 )
-TRACES = Form(
-    "% of a traced step of rank 0: to encode, to decode, to exchange; and the time that the GPU's busiest stream idles",
-    _share_cells,
-    lambda _: {},
-)
-"""Form of the table of traces, for rows that have one."""

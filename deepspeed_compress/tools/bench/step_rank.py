@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ import torch.distributed as dist
 
 from deepspeed_compress.monitor import KINDS, SAVED
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.gauges import trace_step
 from deepspeed_compress.tools.bench.jobs import Emit, Log, Row
-from deepspeed_compress.tools.bench.links import UNLIMITED
+from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
 from deepspeed_compress.tools.bench.systems import System, compute_only, make, tokens
-from deepspeed_compress.tools.bench.workload import Contender, Group, Workload, stage_of
+from deepspeed_compress.tools.bench.workload import Contender, Group, Workload
 
 SETTLING_STEPS = 1
 """Steps after each change of the rate that are not measured, while the congestion window adapts."""
@@ -35,30 +33,17 @@ class Counted:
 def measure(job: Row, emit: Emit, log: Log) -> None:
     """Run the measurement on an emulated host.
 
-    `job` holds a group, the rates, the measured steps at each, the directory of traces, or None, and whether the bare
-    model is measured, too.
+    `job` holds a group, the rates, the measured steps at each, and whether the bare model is measured, too.
     """
-    steps, traces = dict(zip(job["rates"], job["steps"], strict=True)), job["traces"]
-    group, directory = Group.from_json(job["group"]), Path(traces) if traces else None
-    measure_group(group, steps, emit, log, directory, bare=job["bare"])
+    steps = dict(zip(job["rates"], job["steps"], strict=True))
+    measure_group(Group.from_json(job["group"]), steps, emit, log, bare=job["bare"])
 
 
-def measure_group(
-    group: Group,
-    steps: Mapping[str | None, int],
-    emit: Emit,
-    log: Log,
-    traces: Path | None = None,
-    *,
-    bare: bool = True,
-) -> None:
-    """Measure every contender at each rate with the given number of steps. A rate of None leaves the link as it is.
-
-    If `traces` is a directory, rank 0 writes a trace of another step there.
-    """
+def measure_group(group: Group, steps: Mapping[str | None, int], emit: Emit, log: Log, *, bare: bool = True) -> None:
+    """Measure every contender at each rate with the given number of steps. A rate of None leaves the link as it is."""
     alone = _compute_only(group.workload, max(steps.values()), log) if bare else {}
     for contender in group.contenders:
-        for row in _measure(group.workload, contender, steps, log, traces):
+        for row in _measure(group.workload, contender, steps, log):
             emit({"workload": asdict(group.workload), "contender": asdict(contender)} | alone | row)
 
 
@@ -81,9 +66,7 @@ def step_of(workload: Workload, system: System) -> Step:
     return partial(system.stepper.train, tokens(workload, system.share))
 
 
-def _measure(
-    workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log, traces: Path | None
-) -> Iterable[Row]:
+def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log) -> Iterable[Row]:
     """Create the contender, measure it at every rate, and close it."""
     _set_rate(UNLIMITED, steps)
     peak = gauges.Peak()
@@ -93,23 +76,14 @@ def _measure(
     gauges.times(step, system.first_steps)
     for rate, count in steps.items():
         log(f"{contender.name}{f' at {rate}' if rate else ''}")
-        row = _measure_rate(rate, count, system, step, counted, peak)
-        if traces is not None:
-            row["shares"] = trace_step(step, traces / _trace_name(workload, contender, rate))
-        yield row
+        yield _measure_rate(rate, count, system, step, counted, peak)
     _set_rate(UNLIMITED, steps)
     system.close()
 
 
-def _trace_name(workload: Workload, contender: Contender, rate: str | None) -> str:
-    stage = stage_of(contender.ds_config)
-    parts = (Path(workload.model).stem, contender.name, None if stage is None else f"zero{stage}", rate)
-    return f"{'_'.join(filter(None, parts))}.json.gz"
-
-
 def _set_rate(rate: str, steps: Iterable[str | None]) -> None:
     if None not in steps:
-        gauges.set_rate(rate)
+        set_own_rate(rate)
 
 
 def _count_steps(session: Any) -> list[Counted]:
@@ -134,12 +108,13 @@ def _measure_rate(
     rate: str | None, count: int, system: System, step: Step, counted: list[Counted], peak: gauges.Peak
 ) -> Row:
     """Measure `count` periods of the system. Seconds and bytes are per step."""
-    has_interface = rate is not None and gauges.set_rate(rate)
+    if rate is not None:
+        set_own_rate(rate)
     dist.barrier()
     choosing = 0 if system.session is None else system.session.compare_again()
     gauges.times(step, SETTLING_STEPS + choosing)
     counted.clear()
-    begin, steps = gauges.quiet_counters() if has_interface else {}, count * system.period
+    begin, steps = {} if rate is None else gauges.quiet_counters(), count * system.period
     seconds = _by_period(gauges.times(step, steps), system.period)
     after = gauges.quiet_counters() if begin else {}
     sent = {name: (value - begin[name]) / steps for name, value in after.items()}

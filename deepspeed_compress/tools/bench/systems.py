@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
-from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper, add_adapters, bare_model
+from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, Peer, TorchStepper, add_adapters, bare_model
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.setup import make_engine
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
@@ -62,7 +62,13 @@ def tokens(workload: Workload, share: Share) -> Tensor:
     return torch.randint(vocabulary, size, generator=generator).to(device())
 
 
-def make(workload: Workload, contender: Contender, optimizer: Optimizer = CONSTANT_RATE, start: int = 0) -> System:
+def make(
+    workload: Workload,
+    contender: Contender,
+    optimizer: Optimizer = CONSTANT_RATE,
+    start: int = 0,
+    peers: Mapping[str, Peer] = PEERS,
+) -> System:
     """Create the contender on this rank.
 
     Args:
@@ -70,10 +76,11 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = CONSTA
         contender: Contender to create.
         optimizer: Optimizer of a contender that DeepSpeed does not train.
         start: Number of dense steps of such a contender, as in `Peer`.
+        peers: Peers by kind.
     """
     if contender.ds_config is not None:
         return _engine(workload, contender.ds_config)
-    peer = PEERS[contender.kind]
+    peer = peers[contender.kind]
     dense = 0 if peer.least_start is None else max(start, peer.least_start)
     stepper = peer.make(workload, optimizer, dense)
     return System(stepper, _whole(workload), stepper.close, stepper.session, dense)

@@ -13,8 +13,6 @@ from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import ConfigError
 
 DEEPSPEED, OURS, COMPUTE_ONLY = "deepspeed", "compressed", "compute-only"
-_OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {"deepspeed": {}, "deepspeed-bf16": {"communication_data_type": "bf16"}}
-"""Peers that are DeepSpeed itself, with the keys that each adds to the configuration without its section."""
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _RAMPS = ("warmup_steps", "density_warmup_steps")
 
@@ -84,16 +82,14 @@ class Group:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_job(self, steps: Mapping[str | None, int], traces: Path | None = None, bare: bool = True) -> dict[str, Any]:
+    def to_job(self, steps: Mapping[str | None, int], bare: bool = True) -> dict[str, Any]:
         """Return the job of `step_rank`.
 
         Args:
             steps: Measured steps at each rate.
-            traces: Directory of traces, if any.
             bare: Whether the bare model is measured, too.
         """
-        directory, counts = str(traces.absolute()) if traces else None, list(steps.values())
-        settings = {"rates": list(steps), "steps": counts, "traces": directory, "bare": bare}
+        settings = {"rates": list(steps), "steps": list(steps.values()), "bare": bare}
         return {"measure": "steps", "group": self.to_json(), **settings}
 
     @classmethod
@@ -125,10 +121,10 @@ def group_contenders(
             given = _effective(ds_config, workload)
             plain = without_section(given)
         _, contenders = groups.setdefault(repr(workload), (workload, []))
-        found = [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]
+        found = [Contender(DEEPSPEED, DEEPSPEED, plain)] if DEEPSPEED in peers else []
         found.append(Contender(Path(file).stem, OURS, given))
         contenders += [contender for contender in found if contender not in contenders]
-    others = [Contender(peer, peer) for peer in peers if peer not in _OTHER_KEYS]
+    others = [Contender(peer, peer) for peer in peers if peer != DEEPSPEED]
     if others and any(workload.sequence > 1 for workload, _ in groups.values()):
         raise ConfigError(f"--peers {others[0].name}: cannot divide sequences; write deepspeed, or leave --peers out")
     return [Group(workload, (*sorted(contenders, key=_place), *others)) for workload, contenders in groups.values()]

@@ -1,7 +1,6 @@
 """The command `ds-compress tune`, and its result: a row for each candidate, as JSON and on the terminal."""
 
 import argparse
-import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,6 @@ from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tables import new_console, new_table
 from deepspeed_compress.tools.tune.search import (
     Budget,
-    Display,
     Outcome,
     Round,
     best,
@@ -32,9 +30,9 @@ from deepspeed_compress.tools.tune.search import (
     search,
 )
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate, find_candidates, load_space
-from deepspeed_compress.tools.tune.trials import Result, Trials, with_config
+from deepspeed_compress.tools.tune.trials import EXPERIMENTS, Result, Trials, with_config
 
-IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
+OPTIMAL = "ds_config_optimal.json"
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 
 BETTER: Mapping[str, str] = {"step_time": "is faster", "bytes": "sends less"}
-HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fewer", "loss gap", "cosine", "")
+HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fewer", "loss gap", "")
 
 
 def as_table(summary: Summary) -> Table:
@@ -170,7 +168,6 @@ def as_table(summary: Summary) -> Table:
             shown(result.bytes, ",.3f", 1e-6),
             shown(row.fewer, ".1f", suffix=" x"),
             change(row.gap),
-            shown(result.cosine, ".3f"),
             escape(row.remark),
             style="bold" if row.name == summary.chosen.name else None,
         )
@@ -188,10 +185,10 @@ def run(options: argparse.Namespace) -> int:
     ds_config = read_ds_config(options.config)
     if SECTION in ds_config:
         parse_section(ds_config)
-    patches = None if options.space is None else load_space(options.space, ds_config)
+    patches = None if options.space is None else load_space(options.space)
     candidates, left_out = find_candidates(ds_config, patches)
     _check(options, ds_config, candidates, left_out)
-    _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
+    (options.output / EXPERIMENTS).mkdir(parents=True, exist_ok=True)
     lines = [f"{len(candidates) - 1} candidates: {', '.join(candidate.name for candidate in candidates[1:])}"]
     _print(console, [*lines, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
     outcome = _search(options, ds_config, candidates, console)
@@ -214,33 +211,14 @@ def _check(
             f"/{SECTION}/communication/max_rate: uncompressed trials have no such limit, so step times cannot be "
             "compared (allowed: null). Remove the key and limit the link itself with tc, or pass --metric bytes"
         )
+    if options.output.is_dir() and any(options.output.iterdir()) and not (options.output / EXPERIMENTS).is_dir():
+        raise ConfigError(
+            f"--output {options.output}: holds something else (allowed: a new directory); choose another one"
+        )
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))
     if len(candidates) == 1:
         reasons = "".join(f"\n  - {name}: {reason}" for name, reason in left_out.items())
         raise ConfigError(f"{options.config}: no candidate fits this file.{reasons}")
-
-
-def _claim(output: Path, identity: Mapping[str, Any]) -> None:
-    """Start tuning in `output`, or continue there.
-
-    Raises:
-        ConfigError: `output` holds the trials of another command or file, or something else.
-    """
-    file = output / IDENTITY
-    if not file.is_file():
-        if output.is_dir() and any(output.iterdir()):
-            raise ConfigError(f"--output {output}: holds something else (allowed: a new directory); choose another one")
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(file, identity, private=True)
-        return
-    before = json.loads(file.read_text(encoding="utf-8"))
-    other = [key for key in identity if before.get(key) != json.loads(json.dumps(identity[key]))]
-    if other:
-        what = " and ".join({"command": "command", "ds_config": "content of --config"}[key] for key in other)
-        raise ConfigError(
-            f"--output {output}: holds trials of another {what} (allowed: the same one, to continue); choose another "
-            "directory, or remove this one"
-        )
 
 
 def _print(console: Console, lines: Iterable[str]) -> None:
@@ -256,7 +234,7 @@ def _search(
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
     # The running trial is in a session of its own, so it must be ended by this process.
     with signals_as_exceptions():
-        return search(candidates, rungs, trials, options.metric, budget, Display(console, budget))
+        return search(candidates, rungs, trials, options.metric, budget, lambda line: _print(console, [line]))
 
 
 def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:

@@ -74,8 +74,7 @@ class Recorder:
             found = self.statistics.get(step)
             sent = None if found is None else sum(getattr(found, kind) or 0 for kind in KINDS)
             elapsed = 1e3 * (self._times[step] - self._times[step - 1])
-            fields = {"step": step, "loss": loss, "step_ms": elapsed, "bytes": sent}
-            lines.append(json.dumps({**fields, "cosine": None if found is None else found.cosine}) + "\n")
+            lines.append(json.dumps({"step": step, "loss": loss, "step_ms": elapsed, "bytes": sent}) + "\n")
         write_text(self.task.lines, "".join(lines))
 
 

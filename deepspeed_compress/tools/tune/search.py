@@ -1,4 +1,4 @@
-"""Search by successive halving, and its display on the terminal.
+"""Search by successive halving.
 
 Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (2016): a budget is spent
 on short trials of all candidates and on longer trials of the best third. Here, a trial is good if it is fast and its
@@ -9,9 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from rich.console import Console
 
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from deepspeed_compress.tools.tune.trials import LOG, Result, Rung, Trials
@@ -168,40 +165,6 @@ class Outcome:
     failure: Result | None = None
 
 
-SILENT = 30.0
-"""Seconds without output after which a line reports the progress of the running trial."""
-
-
-class Display:
-    """Progress of the search on the terminal."""
-
-    def __init__(self, console: Console, budget: Budget) -> None:
-        self._console, self._budget = console, budget
-        self._running = ("", 0)
-        """Name and number of steps of the running trial."""
-        self._begun = self._told = budget.clock()
-
-    def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
-        self._running, self._begun = (candidate.name, rung.steps), self._budget.clock()
-        left = "" if math.isinf(self._budget.left()) else f", {_duration(max(0, self._budget.left()))} left"
-        self._line(f"rung {rung.number}: {candidate.name}, {rung.steps} steps{left}, log {log}")
-
-    def steps(self, done: int) -> None:
-        if self._budget.clock() - self._told > SILENT:
-            name, steps = self._running
-            self._line(f"{name}: {done} of {steps} steps after {_duration(self._budget.clock() - self._begun)}")
-
-    def end(self, result: Result, rung: Rung, again: bool) -> None:
-        figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}"
-        text = figures if result.finished else f"{result.status}: {result.error}"
-        known = ", from before" if again else ""
-        self._line(f"rung {rung.number}, {rung.steps} steps  {result.name:<22}{text}{known}")
-
-    def _line(self, text: str) -> None:
-        self._told = self._budget.clock()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
@@ -212,17 +175,17 @@ def search(
     trials: Trials,
     metric: str,
     budget: Budget,
-    display: Display,
+    say: Callable[[str], None],
 ) -> Outcome:
     """Try all `candidates`, baseline first, in the first of `rungs`, and the promoted ones in each further rung.
 
     The search ends if no candidate remains, if time is up (the running trial is then ended), or if the baseline fails,
-    because nothing can be compared without it.
+    because nothing can be compared without it. `say` receives a line before and after each trial.
     """
     known = {candidate.name: candidate for candidate in candidates}
     names, rounds = list(known), list[Round]()
     for rung in rungs:
-        tried = _trials([known[name] for name in names], rung, trials, budget, display)
+        tried = _trials([known[name] for name in names], rung, trials, budget, say)
         results = {result.name: result for result in tried}
         if results:
             rounds.append(Round(rung, results))
@@ -240,7 +203,7 @@ def _trials(
     rung: Rung,
     trials: Trials,
     budget: Budget,
-    display: Display,
+    say: Callable[[str], None],
 ) -> Iterator[Result]:
     """Yield results in order until the baseline fails or time is up."""
     baseline: Result | None = None
@@ -248,11 +211,14 @@ def _trials(
         found = trials.find(candidate, rung)
         if found is None and budget.left() <= 0:
             return
-        display.begin(candidate, rung, trials.directory(candidate, rung) / LOG)
+        left = "" if math.isinf(budget.left()) else f", {_duration(max(0, budget.left()))} left"
+        log = trials.directory(candidate, rung) / LOG
+        say(f"rung {rung.number}: {candidate.name}, {rung.steps} steps{left}, log {log}")
         longest = math.inf if baseline is None else AS_LONG * baseline.seconds + STARTUP
         seconds = min(longest, budget.left())
-        result = found or _timely(trials.run(candidate, rung, seconds, display.steps), budget)
-        display.end(result, rung, again=found is not None)
+        result = found or _timely(trials.run(candidate, rung, seconds), budget)
+        figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}{', from before' if found else ''}"
+        say(f"  {result.name:<22}{figures if result.finished else f'{result.status}: {result.error}'}")
         yield result
         baseline = result if candidate.name == BASELINE else baseline
         if result.status == "stopped" or (baseline is not None and not baseline.finished):

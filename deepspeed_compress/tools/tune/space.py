@@ -2,18 +2,17 @@
 
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.config import SECTION, CompressConfig, brief, parse_section, with_preset
+from deepspeed_compress.config import SECTION, CompressConfig, brief, with_preset
 from deepspeed_compress.config.gradient_problems import find_unknown_momentum
 from deepspeed_compress.config.schedules import merged
 from deepspeed_compress.config.section import find_problems
-from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.errors import ConfigError
 
 BASELINE = "none"
 FILE = "file"
@@ -141,45 +140,24 @@ def _methods(candidate: Candidate) -> tuple[Any, ...]:
     return config.gradients, config.weights, config.parallelism
 
 
-def load_space(file: Path, ds_config: Mapping[str, Any]) -> dict[str, Patch]:
-    """Read the patches of a JSON file, a list of objects with keys of the section and optionally "name".
-
-    Returns:
-        The patches by name.
+def load_space(file: Path) -> dict[str, Patch]:
+    """Return the patches of a JSON file by name: a list of objects with keys of the section and perhaps "name".
 
     Raises:
-        ConfigError: The file is not such a list, or a patch is invalid on its own when applied to `ds_config`.
+        ConfigError: The file is not such a list, or two names are equal or cannot be those of directories.
     """
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--space {file}: cannot be read as JSON ({error}). Write a list of objects.") from error
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        named = [(entry.pop("name", f"own{number}"), entry) for number, entry in enumerate(entries, 1)]
+        valid = [name for name, _ in named if re.fullmatch(r"\w[\w.+-]{0,60}", name) and name not in (BASELINE, FILE)]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"--space {file}: cannot be read as a list of objects ({error}). {_EXAMPLE}") from error
+    if not named or len(set(valid)) < len(named):
         raise ConfigError(
-            f"--space {file}: not a list of objects (allowed: objects with keys of the section and a name). Write "
-            '[{"name": "int4", "gradients": {"bits": 4}}], for instance.'
+            f"--space {file}: needs names of letters, digits and . + - _, each once, other than {BASELINE!r} and "
+            f"{FILE!r}. {_EXAMPLE}"
         )
-    patches: dict[str, Patch] = {}
-    for index, entry in enumerate(entries):
-        where, name = f"--space {file}: /{index}", entry.pop("name", f"own{index + 1}")
-        _check_name(where, name, patches)
-        _check_alone(where, ds_config, entry)
-        patches[name] = entry
-    return patches
+    return dict(named)
 
 
-def _check_name(where: str, name: object, taken: Mapping[str, Patch]) -> None:
-    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]{0,60}", name) or name in (BASELINE, FILE, *taken):
-        raise ConfigError(
-            f"{where}/name: {name!r} (allowed: letters, digits and . + - _, other than {BASELINE!r}, {FILE!r} and the "
-            'names before it). Write "int4", for instance.'
-        )
-
-
-def _check_alone(where: str, ds_config: Mapping[str, Any], patch: Patch) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CompressWarning)
-        try:
-            parse_section({SECTION: _patched(with_preset(ds_config) or {}, patch)})
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+_EXAMPLE = 'Write [{"name": "int4", "gradients": {"bits": 4}}], for instance.'

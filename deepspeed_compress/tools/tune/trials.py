@@ -8,7 +8,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import end_groups
-from deepspeed_compress.tools.run_directory import read_lines, read_statistics
+from deepspeed_compress.tools.run_directory import read_lines
 from deepspeed_compress.tools.tune.space import Candidate
 
 TRIAL = "deepspeed_compress_trial"
@@ -26,7 +26,8 @@ TRIAL = "deepspeed_compress_trial"
 
 DeepSpeed keeps unknown top-level keys. Launchers pass files to other machines more reliably than environment variables.
 """
-CONFIG, LOG, LINES, RESULT, MONITOR = "ds_config.json", "stdout.log", "trial.jsonl", "result.json", "statistics"
+CONFIG, COMMAND, LOG, LINES, RESULT = "ds_config.json", "cmd.txt", "stdout.log", "trial.jsonl", "result.json"
+MONITOR, EXPERIMENTS = "statistics", "exps"
 MEASURED_EVERY = 5
 """Optimizer steps between statistics, large enough that collecting them does not affect the median step time."""
 LAST_PART, LEAST = 4, 5
@@ -66,7 +67,6 @@ class Result:
         loss: Mean loss over the last part of the steps.
         step_ms: Median milliseconds per step.
         bytes: Mean bytes of all kinds that one rank sends per step.
-        cosine: Mean cosine between decoded and true gradients, or None if it was not sampled.
         seconds: Duration of the whole trial.
         error: Reason for a failure.
         tail: Last lines of the log.
@@ -77,7 +77,6 @@ class Result:
     loss: float = math.nan
     step_ms: float = math.nan
     bytes: float = math.nan
-    cosine: float | None = None
     seconds: float = 0.0
     error: str = ""
     tail: tuple[str, ...] = ()
@@ -110,8 +109,6 @@ def trial_config(ds_config: Mapping[str, Any], candidate: Candidate, task: Task)
     warmup = _shortened(candidate.section.get("schedule", {}), "warmup_steps", most).get("warmup_steps", 0)
     section["schedule"] = {"warmup_steps": warmup}
     section["monitor"] = {"every": MEASURED_EVERY, "path": str(Path(task.directory) / MONITOR)}
-    if candidate.config.gradients.method != "none":
-        section["monitor"]["cosine_every"] = 2 * MEASURED_EVERY
     silent = {key: {**ds_config[key], "enabled": False} for key in _LOGGERS if isinstance(ds_config.get(key), dict)}
     return {**ds_config, **silent, SECTION: section, TRIAL: asdict(task)}
 
@@ -120,30 +117,23 @@ def _shortened(settings: Mapping[str, Any], key: str, most: int) -> dict[str, An
     return {**settings, key: min(settings[key], most)} if key in settings else dict(settings)
 
 
-def steps_done(directory: Path) -> int:
-    """Return the last measured step of a running trial, or 0."""
-    lines = read_statistics(directory / MONITOR)
-    return int(lines[-1]["step"]) if lines else 0
-
-
 def figures(directory: Path) -> dict[str, Any]:
     """Return the fields of `Result` that the recorded lines of a trial provide. A loss of null was not finite."""
     lines = read_lines(directory / LINES)
     losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     late = lines[max(3, len(lines) // FIRST_PART) :]
-    cosines = [line["cosine"] for line in late if line["cosine"] is not None]
     return {
         "loss": statistics.fmean(losses[-max(LEAST, len(lines) // LAST_PART) :]),
         "step_ms": statistics.median(line["step_ms"] for line in late),
         "bytes": statistics.fmean(line["bytes"] for line in late if line["bytes"] is not None),
-        "cosine": statistics.fmean(cosines) if cosines else None,
     }
 
 
-def finished_before(directory: Path, ds_config: Mapping[str, Any]) -> Result | None:
-    """Return the result of a finished trial with the same configuration, or None."""
+def finished_before(directory: Path, ds_config: Mapping[str, Any], command: str) -> Result | None:
+    """Return the result of a finished trial with the same configuration and command, or None."""
     try:
         same = json.loads((directory / CONFIG).read_text(encoding="utf-8")) == ds_config
+        same = same and (directory / COMMAND).read_text(encoding="utf-8") == command
         fields = json.loads((directory / RESULT).read_text(encoding="utf-8"))
         result = Result(**{**fields, "tail": tuple(fields["tail"])})
     except (OSError, ValueError, LookupError, TypeError):
@@ -238,33 +228,36 @@ class Trials:
     output: Path
 
     def directory(self, candidate: Candidate, rung: Rung) -> Path:
-        return self.output.resolve() / "exps" / f"{candidate.name}-{rung.steps}steps"
+        return self.output.resolve() / EXPERIMENTS / f"{candidate.name}-{rung.steps}steps"
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
         """Return the result of this trial if it has finished, in this call or an earlier one, else None."""
-        directory = self.directory(candidate, rung)
-        return finished_before(directory, self._config_of(candidate, rung))
+        command = _written(self._command(candidate, rung))
+        return finished_before(self.directory(candidate, rung), self._config_of(candidate, rung), command)
 
-    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
-        """Run one trial for at most `seconds` and pass the number of steps done to `progress`.
+    def run(self, candidate: Candidate, rung: Rung, seconds: float) -> Result:
+        """Run one trial for at most `seconds`.
 
         Raises:
             ConfigError: The launcher does not accept the command.
         """
+        directory, command = self.directory(candidate, rung), self._command(candidate, rung)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        write_json(directory / CONFIG, self._config_of(candidate, rung), private=True)
+        write_text(directory / COMMAND, _written(command), private=True)
+        begin = time.monotonic()
+        code = _wait(command, directory, begin + seconds)
+        result = _result(candidate.name, directory, code, time.monotonic() - begin)
+        write_json(directory / RESULT, asdict(result))
+        return result
+
+    def _command(self, candidate: Candidate, rung: Rung) -> list[str]:
         from deepspeed_compress.integrations.launch import launch_command
 
         directory = self.directory(candidate, rung)
         given = for_trial(self.arguments, self.config, directory / CONFIG, directory)
-        command = launch_command(self.launcher, given, RUNNER)
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        write_json(directory / CONFIG, self._config_of(candidate, rung), private=True)
-        write_text(directory / "cmd.txt", shlex.join(command) + "\n", private=True)
-        begin = time.monotonic()
-        code = _wait(command, directory, begin + seconds, progress)
-        result = _result(candidate.name, directory, code, time.monotonic() - begin)
-        write_json(directory / RESULT, asdict(result))
-        return result
+        return launch_command(self.launcher, given, RUNNER)
 
     def _config_of(self, candidate: Candidate, rung: Rung) -> dict[str, Any]:
         task = Task(rung.steps, str(self.directory(candidate, rung)))
@@ -273,7 +266,12 @@ class Trials:
         return found
 
 
-def _wait(command: Sequence[str], directory: Path, deadline: float, progress: Callable[[int], None]) -> int | None:
+def _written(command: Sequence[str]) -> str:
+    """Return a command as its file holds it."""
+    return shlex.join(command) + "\n"
+
+
+def _wait(command: Sequence[str], directory: Path, deadline: float) -> int | None:
     """Wait for `command` and return its exit code, or None if time was up."""
     with (directory / LOG).open("wb") as log:
         # The process leads its own session, so that everything the launcher starts can be ended with it.
@@ -282,7 +280,6 @@ def _wait(command: Sequence[str], directory: Path, deadline: float, progress: Ca
             while process.poll() is None:
                 if time.monotonic() > deadline:
                     return None
-                progress(steps_done(directory))
                 time.sleep(POLL)
             return process.returncode
         finally:

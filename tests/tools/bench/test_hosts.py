@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
 from deepspeed_compress.tools.bench.hosts import Cluster, _Reader
-from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
+from deepspeed_compress.tools.bench.links import PREFIX, ClusterError, bits_per_second, check_machine
 from tests.support.hosts import measures_links, needs_hosts
 
 TRANSFER = """
@@ -31,6 +31,9 @@ else:
         except ConnectionRefusedError:
             time.sleep(0.1)
 """
+
+
+NAMESPACES = Path("/run/netns")
 
 
 def _own_namespaces(process: int) -> list[str]:

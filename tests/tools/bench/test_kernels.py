@@ -1,4 +1,4 @@
-"""`bench kernels` with few elements: all operations of all implementations, the table and the file."""
+"""`bench kernels` with few elements: all operations, the table and the file."""
 
 import json
 import re
@@ -22,14 +22,15 @@ def test_every_operation_is_compared_with_a_copy() -> None:
     rows = measure(NUMEL, CPU, 3)
     copy, *others = rows
     assert (copy["operation"], copy["of_copy"]) == ("copy", 1.0)
-    expected = [(operation, name) for operation in OPERATIONS for name in implementations(CPU)]
-    assert [(row["operation"], row["implementation"]) for row in others] == expected
+    in_use = next(iter(implementations(CPU)))
+    assert [(row["operation"], row["implementation"]) for row in others] == [(name, in_use) for name in OPERATIONS]
     for row in rows:
         times = row["seconds"]
         assert 0 < times["min"] <= times["median"] <= times["max"]
-        assert row["gb_per_s"] == pytest.approx(4e-9 * NUMEL / times["median"])
-        assert row["of_copy"] == pytest.approx(row["gb_per_s"] / copy["gb_per_s"])
-        assert row["moved_of_copy"] == pytest.approx(row["moved_gb_per_s"] / copy["moved_gb_per_s"])
+        assert row["gb_per_s"] == pytest.approx(4e-9 * NUMEL / times["min"])
+        # Both are relative to the same copy, which moves eight bytes an element.
+        bytes_an_element = row["bytes_moved"] / NUMEL
+        assert row["moved_of_copy"] == pytest.approx(row["of_copy"] * bytes_an_element / 8)
     assert copy["bytes_moved"] == 8 * NUMEL
     assert torch.get_num_threads() == threads
 
@@ -71,7 +72,7 @@ def test_bench_kernels_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFi
     assert re.search(r"8,192 fp32 elements on one core of .* with \S+", out)
     assert "decode-accumulate sign" in out
     document = json.loads(file.read_text())
-    assert len(document["rows"]) == 1 + 3 * len(implementations(CPU))
+    assert len(document["rows"]) == 1 + 3
     assert document["environment"]["torch"] == torch.__version__
 
 

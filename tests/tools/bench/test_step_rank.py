@@ -61,7 +61,7 @@ def test_all_contenders_are_measured(tmp_path: Path) -> None:
     section = {"parallelism": {"zero_stage": 1}, "gradients": {"bits": 4}, "schedule": {"warmup_steps": 100}}
     found = group(tmp_path, section, PEERS)
     (rows, progress), _ = run_forks(2, measured, found)
-    names = ["deepspeed", "deepspeed-bf16", "zero1", *PEERS[2:]]
+    names = ["deepspeed", "zero1", *PEERS[1:]]
     assert [row["contender"]["name"] for row in rows] == names
     assert progress == ["compute only", *names]
     for row in rows:

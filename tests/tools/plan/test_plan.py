@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.plan import CANDIDATES, Interval, fitting, intervals, plans
 
 SECTION: dict[str, Any] = {
@@ -58,15 +59,10 @@ def test_delay_hides_exchanges_up_to_the_capacity_of_the_link() -> None:
     assert all(one.step_ratio <= other.step_ratio for one, other in zip(delayed, blocking, strict=True))
 
 
-def test_asynchronous_islands_do_not_wait_but_share_the_link_of_the_server() -> None:
-    """4 MB out and 4 MB back take 0.64 s at 100 Mbit/s; the 16 MB of four islands take the server 1.28 s."""
+def test_asynchronous_islands_are_not_planned() -> None:
     elastic = {"rendezvous": "head:1", "parameter_server": {}}
-    settings = Islands.model_validate({"exchange": {"method": "none"}, "elastic": elastic})
-    two, four = ({plan.sync_every: plan for plan in plans(settings, count, 1_000_000, 1e8, 0.1)} for count in (2, 4))
-    assert two[10].bytes_a_step == pytest.approx(400_000)
-    assert two[10].exchange_seconds == pytest.approx(0.64)
-    assert (two[10].step_ratio, four[20].step_ratio) == (1.0, 1.0)
-    assert four[10].step_ratio == pytest.approx(1.28)
+    with pytest.raises(ConfigError, match="/islands/elastic/parameter_server: pushes do not block training"):
+        plans(Islands.model_validate({"elastic": elastic}), 2, 1_000_000, 1e8, 0.1)
 
 
 def test_plan_islands_prints_a_table_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +72,6 @@ def test_plan_islands_prints_a_table_or_an_error(tmp_path: Path, capsys: pytest.
     assert main(arguments) == 0
     output = capsys.readouterr().out
     assert "124,000,000 parameters, 100 Mbit/s" in output
-    assert "<- written" in output
     file.write_text(json.dumps({"deepspeed_compress": {}}))
     assert main(arguments) == 1
     assert "/deepspeed_compress/islands is missing" in capsys.readouterr().err
@@ -90,38 +85,21 @@ def planned(file: Path, islands: Any, *options: str, **rest: Any) -> int:
     return main(["plan", "islands", str(file), *usual, *options])
 
 
-@pytest.mark.parametrize(
-    ("sync_every", "row"), [(7, "7 .*<- written"), ("30 s", '60 .*<- "30 s"'), ("0.1 s", '1 .*<- "0.1 s"')]
-)
+@pytest.mark.parametrize(("sync_every", "steps"), [(7, 7), ("30 s", 60), ("0.1 s", 1)])
 def test_the_configured_interval_is_in_the_table(
-    sync_every: int | str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sync_every: int | str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind = {"size": 1} if isinstance(sync_every, int) else {"elastic": {"rendezvous": "head:29400"}}
     assert planned(tmp_path / "ds.json", {**kind, "sync_every": sync_every}, "--step", "0.5") == 0
-    assert re.search(row, capsys.readouterr().out)
+    assert re.search(rf"^ +{steps} ", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_max_rate_limits_the_planned_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = {"communication": {"max_rate": "10 Mbit/s"}}
     assert planned(tmp_path / "ds.json", {"size": 1, "exchange": {"method": "none"}}, section=section) == 0
     output = capsys.readouterr().out
-    assert "10 Mbit/s (communication.max_rate)" in output
+    assert "10 Mbit/s" in output
     assert re.search(r"^ +1 +4 +3.2 ", output, re.MULTILINE)
-
-
-def test_parameters_of_a_model_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
-    assert planned(tmp_path / "ds.json", {"size": 2}, "--model", str(model)) == 0
-    # Each of two layers has attention of 32 x (32 + 16 + 16 + 32), an MLP of 3 x 32 x 48, and two norms.
-    # As in plan cluster, the last norm does not count.
-    parameters = 2 * (32 * 96 + 3 * 32 * 48 + 64) + 2 * 64 * 32
-    assert f"{parameters:,} parameters" in capsys.readouterr().out
-    assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}, "--model", str(model)) == 1
-    assert "write the number of all others" in capsys.readouterr().err
-    assert planned(tmp_path / "ds.json", {"size": 2, "own": ["lm_head"]}) == 0
 
 
 def test_an_endless_schedule_has_no_last_step() -> None:
@@ -157,19 +135,9 @@ def test_invalid_options_are_usage_errors(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        ("0", "--model 0: has no parameters to exchange (allowed: a number from 1 up"),
-        ("0.0001k", "--model 0.0001k: has no parameters"),
-        ("1.2.3M", "--model 1.2.3M: No such file or directory. Write the config.json"),
-    ],
-)
-def test_a_model_without_parameters_is_refused(
-    model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planned(tmp_path / "ds.json", {"size": 1}, "--model", model) == 1
-    assert text in capsys.readouterr().err
+def test_a_model_without_parameters_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(tmp_path / "ds.json", {"size": 1}, "--model", "0") == 1
+    assert "--model: '0' is not a number" in capsys.readouterr().err
 
 
 def test_intervals_that_the_section_forbids_are_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools import plan_cluster, plan_measure
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import BRIEF, differing, find_measuring_ranks, measure
+from deepspeed_compress.tools.plan_measure import find_measuring_ranks, measure
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -79,25 +79,20 @@ def exact_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cluster, "find_measuring_ranks", find)
 
 
-def test_measured_steps_stand_next_to_predicted_ones_and_the_file_is_used_later(
+def test_what_is_measured_is_written_and_used_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exact_ranks(monkeypatch)
     file = tmp_path / "measured.json"
-    assert plan("--emulate", "2x2,100mbit", "--measure", str(file)) == 0
-    out = capsys.readouterr().out
+    # Without the option, steps that take this long are not measured.
+    assert plan("--emulate", "2x2,1mbit", "--measure", str(file)) == 0
+    assert "scaled from" not in capsys.readouterr().out
     found = json.loads(file.read_text())
     assert [abs(step["predicted"] / step["seconds"] - 1) < 0.05 for step in found["steps"]] == [True] * 3
-    before, after = out.split("Seconds of a step", 1)
-    assert "Outside of the calibration: CPU" in before
-    assert "measured" not in before.splitlines()[3]
-    assert f"{found['steps'][0]['seconds']:.3g}" in after
-    assert "scaled from" not in after
-    table = after[after.index("gpt_1m, ") :].splitlines()[3:8]
-    where = ("--gpus", "2x2xCPU", "--network", "100mbit")
-    assert plan(*where, "--constants", str(file), "--all") == 0
-    again = capsys.readouterr().out.splitlines()[3:8]
-    assert [line.split()[:3] for line in again[2:]] == [line.split()[:3] for line in table[2:]]
+    step = found["steps"][1]
+    given = ("--constants", str(file), "--explain", step["layout"])
+    assert plan("--gpus", "2x2xCPU", "--network", "1mbit", *given) == 0
+    assert capsys.readouterr().out.startswith(f"{step['layout']}: {step['predicted']:.4g} s")
 
 
 def test_ranks_at_hand_measure_what_runs_now_before_the_choices_are_shown(
@@ -124,7 +119,6 @@ def test_ranks_at_hand_measure_what_runs_now_before_the_choices_are_shown(
         (("--emulate", "2,1gbit", "--gpus", "2xCPU"), "--emulate: describes all hosts"),
         (("--emulate", "2,1gbit,100mbit"), "--emulate: describes all hosts and one rate"),
         (("--emulate", "2,none"), "--emulate: describes all hosts and one rate"),
-        (("--emulate", "2,1gbit", "--measure", "a.json", "--software", "hf"), "--measure: takes steps of"),
         (("--gpus", "2xCPU", "--network", "1gbit", "--measure", "a.json"), "a single process has nothing"),
         (("--emulate", "2,1gbit", "--constants", "nowhere.json"), "cannot be read"),
     ],
@@ -138,12 +132,6 @@ def test_what_does_not_fit_together_is_refused(
 
 
 JOB = Job(read_cluster("4xCPU", "100mbit", 2), read_model(MODEL), SOFTWARE["deepspeed"], 64, 16, 1e8)
-
-
-def test_layouts_that_are_measured_differ() -> None:
-    found = list(differing(search(JOB), EmulatedRanks(Emulation(2, ("100mbit",), 2), 10.0)))
-    assert len({(one.tensor, one.pipeline, one.zero) for one in found}) == len(found) == 3
-    assert all(one.islands == 1 for one in found)
 
 
 class MixedRanks(EmulatedRanks):
@@ -177,7 +165,7 @@ def test_links_and_steps_of_emulated_hosts_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     assert plan("--emulate", "2,100mbit", "--measure", str(file)) == 0
     found = json.loads(file.read_text())
-    assert len(found["steps"]) == 3
+    assert len(found["steps"]) >= 2
     assert all(0 < step["seconds"] < 60 for step in found["steps"])
     assert {probe["kind"] for probe in found["probes"]} >= {"product", "copy", "kernel", "coding", *KINDS}
     # Collectives reach most of an emulated link's rate.
@@ -201,7 +189,7 @@ def test_ranks_of_a_launcher_measure_together_and_the_first_prints(tmp_path: Pat
     found = json.loads(file.read_text())
     assert 1 <= len(found["steps"]) <= 3
     assert all(step["seconds"] > 0 for step in found["steps"])
-    assert "Seconds of a step" in out
+    assert "Measured here: " in out
 
 
 def found(rank: int, now: str) -> tuple[int, str]:
@@ -225,4 +213,4 @@ def test_ranks_of_a_launcher_need_no_description_of_the_cluster(tmp_path: Path) 
 def test_a_program_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedRanks, "run", lambda *_: ([], "rank 1 ended with 1"))
     with pytest.raises(CompressError, match="measurement: rank 1 ended with 1"):
-        measure((), JOB, EmulatedRanks(Emulation(2, ("100mbit",)), 10.0), MODEL, BRIEF)
+        measure((), JOB, EmulatedRanks(Emulation(2, ("100mbit",)), 10.0), MODEL)

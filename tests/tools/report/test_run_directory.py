@@ -11,7 +11,6 @@ from deepspeed_compress.tools.doctor.case import read_run
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.report.runs import event_rows
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
-from deepspeed_compress.tools.tune.trials import MONITOR, steps_done
 from tests.support.runs import trainer_run, write_lines
 from tests.support.synthetic_runs import HEALTHY
 
@@ -33,7 +32,7 @@ class Process:
 
 
 def steps(directory: Path) -> list[int]:
-    """Return the measured steps, which report, doctor and tune read alike."""
+    """Return the measured steps, which report and doctor read alike."""
     [run] = load_runs(directory, None)
     found = [line["step"] for line in read_run(directory).steps]
     assert found == list(run.column("bytes_sent")) == [line["step"] for line in read_statistics(directory)]
@@ -119,12 +118,6 @@ def test_the_checkpoint_that_was_written_last_belongs_to_the_run(tmp_path: Path)
     assert trainer is not None
     assert trainer["global_step"] == 10
     assert load_runs(tmp_path, None)[0].status == "still running: step 10 of 20"
-
-
-def test_steps_of_a_trial_are_those_of_its_last_process(tmp_path: Path) -> None:
-    Process(tmp_path / MONITOR, "a", 0).measure(5, 10, 15)
-    Process(tmp_path / MONITOR, "b", 10).measure(5)
-    assert steps_done(tmp_path) == 5
 
 
 @pytest.mark.parametrize("reader", [read_run, lambda directory: load_runs(directory, None)])

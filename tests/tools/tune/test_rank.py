@@ -61,7 +61,6 @@ def test_a_script_ends_after_so_many_optimizer_steps(accumulation: int, tmp_path
         assert line["loss"] == pytest.approx(statistics.fmean(one[n] for one in both for n in micro), rel=1e-5)
     assert min(line["step_ms"] for line in lines) > 0
     assert [line["step"] for line in lines if line["bytes"] is not None] == [5, 10]
-    assert [line["step"] for line in lines if line["cosine"] is not None] == [10]
 
 
 def test_a_pipeline(tmp_path: Path) -> None:

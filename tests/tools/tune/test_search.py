@@ -1,14 +1,11 @@
-"""The search with synthetic results and a fake clock, and its display on the terminal."""
+"""The search with synthetic results and a fake clock, and what it says on the terminal."""
 
-import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
-from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, Result, Rung, make_rungs, search
+from deepspeed_compress.tools.tune.search import Budget, Outcome, Result, Rung, make_rungs, search
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from tests.tools.tune.results import BASE, candidates, result
 
@@ -35,30 +32,19 @@ class Fake:
     seconds: Mapping[str, float] = field(default_factory=dict)
     found: Mapping[tuple[str, int], Result] = field(default_factory=dict)
     started: list[tuple[str, int]] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
         return self.found.get((candidate.name, rung.number))
 
-    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
+    def run(self, candidate: Candidate, rung: Rung, seconds: float) -> Result:
         self.started.append((candidate.name, rung.number))
-        progress(rung.steps)
         needed = self.seconds.get(candidate.name, 10.0)
         self.clock.now += min(needed, seconds)
         return self.results[candidate.name] if needed <= seconds else Result(candidate.name, "stopped", seconds=seconds)
 
     def directory(self, candidate: Candidate, rung: Rung) -> Path:
         return Path("exps") / candidate.name
-
-    def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
-        assert log == Path("exps") / candidate.name / "stdout.log"
-        self.calls.append(f"begin {candidate.name}")
-
-    def steps(self, done: int) -> None:
-        self.calls.append(f"{done} steps")
-
-    def end(self, result: Result, rung: Rung, again: bool) -> None:
-        self.calls.append(f"end {result.name}{' again' if again else ''}")
 
 
 GOOD = {
@@ -68,7 +54,7 @@ GOOD = {
 
 
 def run(fake: Fake, names: str = "abcdefg", seconds: float | None = None, rungs: list[Rung] = RUNGS) -> Outcome:
-    return search(candidates(*names), rungs, fake, "bytes", Budget(seconds, fake.clock), fake)
+    return search(candidates(*names), rungs, fake, "bytes", Budget(seconds, fake.clock), fake.said.append)
 
 
 def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
@@ -81,7 +67,10 @@ def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
     ]
     assert [len(one.results) for one in outcome.rounds] == [8, 4, 3]
     assert (outcome.stopped, outcome.failure) == ("", None)
-    assert fake.calls[:3] == ["begin none", "10 steps", "end none"]
+    assert fake.said[:2] == [
+        "rung 1: none, 10 steps, log exps/none/stdout.log",
+        "  none                      100.0 ms a step, loss 2.0000",
+    ]
 
 
 def test_the_baseline_that_fails_ends_it() -> None:
@@ -106,7 +95,8 @@ def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
     fake = Fake(GOOD, found=found)
     outcome = run(fake, seconds=30)
     assert fake.started == [(BASELINE, 2), ("g", 2), ("f", 2)]
-    assert "end a again" in fake.calls
+    assert "rung 1: a, 10 steps, 30 s left, log exps/a/stdout.log" in fake.said
+    assert "  a                          60.0 ms a step, loss 2.0000, from before" in fake.said
     assert outcome.stopped == "the time budget was used up in rung 2"
     assert list(outcome.rounds[1].results) == [BASELINE, "g", "f"]
 
@@ -119,28 +109,6 @@ def test_a_hanging_trial_fails_and_the_search_continues() -> None:
     assert (hung.status, hung.error) == ("failed", "took more than 3 times as long as uncompressed training")
     assert fake.clock.now == 100 + 7 * 10 + 90
     assert len(outcome.rounds[0].results) == 8
-
-
-def test_the_display_tells_results_and_progress() -> None:
-    out, clock = io.StringIO(), Clock()
-    [none, int4] = candidates("int4")
-
-    display = Display(Console(file=out, width=200), Budget(600, clock))
-    display.begin(none, RUNGS[0], Path("log"))
-    display.end(BASE, RUNGS[0], again=True)
-    display.begin(int4, RUNGS[0], Path("exps/int4/stdout.log"))
-    for _ in range(100):
-        clock.now += 1
-        display.steps(0)
-    display.end(Result("int4", "failed", error="[no]"), RUNGS[0], again=False)
-    lines = out.getvalue().splitlines()
-    assert lines[:4] == [
-        "rung 1: none, 10 steps, 10 min left, log log",
-        "rung 1, 10 steps  none                      100.0 ms a step, loss 2.0000, from before",
-        "rung 1: int4, 10 steps, 10 min left, log exps/int4/stdout.log",
-        "int4: 0 of 10 steps after 31 s",
-    ]
-    assert lines[-1] == "rung 1, 10 steps  int4                  failed: [no]"
 
 
 def test_a_candidate_that_fails_does_not_end_it() -> None:

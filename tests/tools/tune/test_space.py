@@ -142,7 +142,7 @@ def write(directory: Path, value: object) -> Path:
 def test_a_space_of_ones_own(tmp_path: Path) -> None:
     entries = [{"name": "two", "gradients": {"bits": 2}}, {"weights": {"bits": 4}}]
     own = file({"gradients": {"block_size": 64}})
-    patches = load_space(write(tmp_path, entries), own)
+    patches = load_space(write(tmp_path, entries))
     assert list(patches) == ["two", "own2"]
     kept, left = find_candidates(own, patches)
     sections = {candidate.name: candidate.section for candidate in kept}
@@ -155,23 +155,35 @@ def test_a_space_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "not a list of objects"),
-        ([3], "not a list of objects"),
-        ([{"name": "a/b"}], "/0/name: 'a/b'"),
-        ([{"name": "none"}], "/0/name: 'none'"),
-        ([{"name": "a"}, {"name": "a"}], "/1/name: 'a'"),
-        ([{"gradients": {"bits": 5}}], f"/{SECTION}/gradients/bits: 5"),
-        ([{"gradient": {}}], f"/{SECTION}/gradient: unknown key"),
-        ([{"gradients": 3}], f"/{SECTION}/gradients"),
-        ([{"schedule": {"warmup": 3}}], f"/{SECTION}/schedule/warmup: unknown key"),
+        ({}, "needs names"),
+        ({"name": "a"}, "cannot be read as a list of objects"),
+        ([3], "cannot be read as a list of objects"),
+        ([{"name": 3}], "cannot be read as a list of objects"),
+        ([{"name": "a/b"}], "needs names"),
+        ([{"name": "none"}], "needs names"),
+        ([{"name": "a"}, {"name": "a"}], "needs names"),
     ],
 )
 def test_a_wrong_space(value: object, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_space(write(tmp_path, value), file())
-    assert message in str(raised.value)
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
-        load_space(tmp_path / "missing.json", file())
+    with pytest.raises(ConfigError, match=message):
+        load_space(write(tmp_path, value))
+    with pytest.raises(ConfigError, match="cannot be read as a list of objects"):
+        load_space(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        ({"gradients": {"bits": 5}}, f"/{SECTION}/gradients/bits: 5"),
+        ({"gradient": {}}, f"/{SECTION}/gradient: unknown key"),
+        ({"gradients": 3}, f"/{SECTION}/gradients"),
+        ({"schedule": {"warmup": 3}}, f"/{SECTION}/schedule/warmup: unknown key"),
+    ],
+)
+def test_a_candidate_that_is_invalid_is_left_out(patch: dict[str, Any], reason: str) -> None:
+    kept, left = find_candidates(file(), {"a": patch})
+    assert names(kept) == [BASELINE]
+    assert left["a"].startswith(reason)
 
 
 def test_settings_of_model_and_network_are_kept() -> None:

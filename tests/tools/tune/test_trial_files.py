@@ -81,7 +81,7 @@ def test_the_file_is_the_users_with_the_candidates_section() -> None:
         "gradients": {"bits": 4},
         "seed": 1,
         "schedule": {"warmup_steps": 0},
-        "monitor": {"every": 5, "path": "/results/x/statistics", "cosine_every": 10},
+        "monitor": {"every": 5, "path": "/results/x/statistics"},
     }
 
 
@@ -113,27 +113,28 @@ def test_figures_leave_the_beginning_out(tmp_path: Path) -> None:
             "loss": 100.0 if step <= 15 else float(step),
             "step_ms": 1000.0 if step <= 4 else (50.0 if step == 9 else 7.0),
             "bytes": 10**6 if step <= 4 else (step if step % 5 == 0 else None),
-            "cosine": {10: 0.5, 20: 0.7}.get(step),
         }
         for step in range(1, 21)
     ]
     write_lines(tmp_path, lines)
-    assert figures(tmp_path) == {"loss": 18.0, "step_ms": 7.0, "bytes": 12.5, "cosine": pytest.approx(0.6)}
+    assert figures(tmp_path) == {"loss": 18.0, "step_ms": 7.0, "bytes": 12.5}
     lines[-1]["loss"] = math.nan
     write_lines(tmp_path, lines)
     assert math.isnan(figures(tmp_path)["loss"])
 
 
-def test_only_finished_trials_with_the_same_file_are_reused(tmp_path: Path) -> None:
-    result = Result("a", "finished", 1.5, 2.5, 3.5, None, 4.5, "", ("x", "y"))
-    assert finished_before(tmp_path, {"a": 1}) is None
+def test_only_finished_trials_with_the_same_file_and_command_are_reused(tmp_path: Path) -> None:
+    result = Result("a", "finished", 1.5, 2.5, 3.5, 4.5, "", ("x", "y"))
+    assert finished_before(tmp_path, {"a": 1}, "train.py") is None
     (tmp_path / trials.CONFIG).write_text('{"a": 1}')
-    assert finished_before(tmp_path, {"a": 1}) is None
+    (tmp_path / trials.COMMAND).write_text("train.py")
+    assert finished_before(tmp_path, {"a": 1}, "train.py") is None
     write_json(tmp_path / trials.RESULT, asdict(result))
-    assert finished_before(tmp_path, {"a": 1}) == result
-    assert finished_before(tmp_path, {"a": 2}) is None
+    assert finished_before(tmp_path, {"a": 1}, "train.py") == result
+    assert finished_before(tmp_path, {"a": 2}, "train.py") is None
+    assert finished_before(tmp_path, {"a": 1}, "other.py") is None
     write_json(tmp_path / trials.RESULT, asdict(Result("a", "failed", error="out of memory")))
-    assert finished_before(tmp_path, {"a": 1}) is None
+    assert finished_before(tmp_path, {"a": 1}, "train.py") is None
 
 
 def test_it_may_be_the_launchers(tmp_path: Path) -> None:
@@ -142,16 +143,16 @@ def test_it_may_be_the_launchers(tmp_path: Path) -> None:
     assert with_config(given, config, FILE) == [*given[:2], str(FILE), *given[3:]]
 
 
-def test_nothing_changes_settings_during_a_trial_and_the_baseline_has_no_cosine() -> None:
+def test_nothing_changes_settings_during_a_trial() -> None:
     schedule = {"phases": [{"until": 0.5}, {"gradients": {"bits": 8}}], "total_steps": 9, "ramp": {"steps": 3}}
     found = config_of({"guard": {}, "schedule": schedule})[SECTION]
     assert "guard" not in found
     assert found["schedule"] == {"warmup_steps": 0}
-    assert "cosine_every" not in config_of({"gradients": {"method": "none"}})[SECTION]["monitor"]
 
 
 @pytest.mark.parametrize("text", ['{"name": "int4", "unknown": 1, "tail": []}', "[]", "{}", "{", '{"tail": null}'])
 def test_a_result_of_another_version_is_measured_again(text: str, tmp_path: Path) -> None:
     write_json(tmp_path / "ds_config.json", DS_CONFIG)
+    (tmp_path / "cmd.txt").write_text("")
     (tmp_path / "result.json").write_text(text)
-    assert finished_before(tmp_path, DS_CONFIG) is None
+    assert finished_before(tmp_path, DS_CONFIG, "") is None

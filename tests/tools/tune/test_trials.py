@@ -23,10 +23,6 @@ RUNG = Rung(1, 30, 0.01, 0.0)
 CANDIDATE = Candidate("int4", {"gradients": {"bits": 4}})
 
 
-def nothing(done: int) -> None:
-    pass
-
-
 DAY = 86_400.0
 
 
@@ -58,7 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("deepspeed_compress.integrations.launch.launch_command", command)
         if until:
             monkeypatch.setattr(trials, "time", Clock(made.directory(CANDIDATE, RUNG) / until))
-        return made.run(CANDIDATE, RUNG, DAY, nothing)
+        return made.run(CANDIDATE, RUNG, DAY)
 
     run.trials = made  # type: ignore[attr-defined]
     return run
@@ -68,20 +64,14 @@ WRITES = """
 import json, pathlib, sys
 config = pathlib.Path(sys.argv[3])
 task = json.loads(config.read_text())["deepspeed_compress_trial"]
-lines = [{"step": n, "loss": 2.0, "step_ms": 5.0, "bytes": 7, "cosine": None} for n in range(1, task["steps"] + 1)]
+lines = [{"step": n, "loss": 2.0, "step_ms": 5.0, "bytes": 7} for n in range(1, task["steps"] + 1)]
 (config.parent / "trial.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 """
 
 
 def test_a_trial_that_finishes(start: Any) -> None:
     result = start(WRITES)
-    assert (result.status, result.loss, result.step_ms, result.bytes, result.cosine) == (
-        "finished",
-        2.0,
-        5.0,
-        7.0,
-        None,
-    )
+    assert (result.status, result.loss, result.step_ms, result.bytes) == ("finished", 2.0, 5.0, 7.0)
     assert start.trials.find(CANDIDATE, RUNG) == result
     assert start.trials.find(CANDIDATE, Rung(1, 31, 0.01, 0.0)) is None
     assert start.trials.find(Candidate("int4", {"gradients": {"bits": 8}}), RUNG) is None
@@ -164,7 +154,7 @@ from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tune import trials
 with signals_as_exceptions():
     trials._wait([sys.executable, "-c", Path(sys.argv[1]).read_text(), "", "", sys.argv[2] + "/x"],
-                 Path(sys.argv[2]), float("inf"), lambda done: None)
+                 Path(sys.argv[2]), float("inf"))
 """
 
 

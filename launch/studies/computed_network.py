@@ -1,4 +1,4 @@
-"""A mirror whose messages come back after the time that a network needs: computed links, and a measured rank.
+"""A mirror (`ds-compress bench step --mirror`) whose messages take as long as a network needs: one measured rank.
 
 The seconds of a collective are those of the planner (`planner/cluster.py`): a ring or a direct exchange of that many
 ranks, of which some share a node and its card. Collectives queue on the card, as in NCCL, while the rank computes. On
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from deepspeed_compress.planner.cluster import Cluster, Group, Links, Message
 from deepspeed_compress.planner.gpus import GPUS, Constants, find_gpu
-from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
+from deepspeed_compress.tools.bench import gauges
+from deepspeed_compress.tools.bench.jobs import Row
 from deepspeed_compress.tools.bench.mirror import MIRROR, Mirror
-from deepspeed_compress.tools.bench.options import MirrorOptions
+from deepspeed_compress.tools.bench.step_rank import measure_group
+from deepspeed_compress.tools.bench.workload import Group as Contenders
 
 GLOO_DELAY = 45.0
 """Delays of gloo relative to those of NCCL: small messages in `bench comm --emulate 2,1gbit`, a core each."""
@@ -60,6 +62,7 @@ def join_gloo() -> Sequence[Any]:
     """Return the ranks of gloo in this process, which do the work of messages on the host.
 
     They are a pair, or one of the processes of a launcher, which are mirrors of equal ranks and meet in each message.
+    They join before `join` replaces the launcher's variables.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return [_join(*next(dist.rendezvous("env://")))]
@@ -167,22 +170,15 @@ class StreamWire:
 Card = HostWire | StreamWire
 
 
-def make_card() -> Card:
-    """Return the card of this rank. On the host, it must be made before a launcher's variables are replaced."""
-    return StreamWire() if torch.cuda.is_available() else HostWire(join_gloo())
-
-
 class Wires:
     """Card of this rank, which all groups of a job share, and the cluster that it belongs to."""
 
-    def __init__(self, network: MirrorOptions, ranks: int, card: Card) -> None:
-        gpu = card.gpu if network.inside is None else replace(card.gpu, link_rate=network.inside / 8)
-        self.cluster, self.card = Cluster(gpu, ranks, network.per_node, float("inf")), card
+    def __init__(self, ranks: int, per_node: int, card: Card) -> None:
+        self.cluster, self.card = Cluster(card.gpu, ranks, per_node, float("inf")), card
 
-    def set_rate(self, rate: str) -> None:
-        """Let nodes send at a rate from now on."""
-        bytes_per_second = float("inf") if rate == UNLIMITED else bits_per_second(rate) / 8
-        self.cluster = replace(self.cluster, network=bytes_per_second)
+    def set_rate(self, rate: float) -> None:
+        """Let nodes send at a rate, in bits per second, from now on."""
+        self.cluster = replace(self.cluster, network=rate / 8)
 
     def message(self, kind: str, size: float, group: Group) -> Message:
         """Return the cost of a collective of `group` with a buffer of `size` bytes. Kinds are the names of `Links`."""
@@ -213,21 +209,21 @@ class NetworkMirror(Mirror):
         return self.wires.send(kind, size, self._group)
 
 
-def join_network_mirror(size: int, wires: Wires) -> None:
-    """Create the default group from this process and `size` - 1 mirror images behind a computed network."""
+def join(wires: Wires) -> None:
+    """Create the default group from this process, as rank 0, and mirror images behind a computed network."""
 
     def create(options: Any, _: Any) -> NetworkMirror:
-        members = list(options.global_ranks_in_group) or list(range(size))
+        members = list(options.global_ranks_in_group) or list(range(wires.cluster.gpus))
         return NetworkMirror(options.group_rank, members, wires)
 
     dist.Backend.register_backend(MIRROR, create, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(MIRROR, store=dist.HashStore(), rank=0, world_size=size)
+    gauges.join_images(wires.cluster.gpus, wires.cluster.per_node)
 
 
-def set_mirrored_rate(rate: str) -> bool:
-    """Let a mirror's nodes send at a rate. Return False if the default group is none with a network."""
-    group: Any = dist.distributed_c10d._get_default_group()
-    if not isinstance(group, NetworkMirror):
-        return False
-    group.wires.set_rate(rate)
-    return True
+def measure(wires: Wires, contenders: Contenders, steps: Mapping[float, int]) -> Iterator[tuple[float, Row]]:
+    """Yield a row of each contender at each rate, in bits per second, with so many measured steps."""
+    for rate, count in steps.items():
+        rows: list[Row] = []
+        wires.set_rate(rate)
+        measure_group(contenders, {None: count}, rows.append, print, bare=False)
+        yield from ((rate, row) for row in rows)

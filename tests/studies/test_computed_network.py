@@ -11,16 +11,15 @@ from torch import Tensor
 
 from deepspeed_compress.collectives.exchange import Link
 from deepspeed_compress.planner.cluster import Group
-from deepspeed_compress.tools.bench.links import UNLIMITED
-from deepspeed_compress.tools.bench.mirror_network import GLOO_CALLS, HostWire, NetworkMirror, Wires, join_gloo
-from deepspeed_compress.tools.bench.options import MirrorOptions
+from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
+from launch.studies.computed_network import GLOO_CALLS, HostWire, NetworkMirror, Wires, join_gloo
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="messages on the host")
 
 
 def wires(ranks: int, per_node: int, rate: str, gloo: Iterable[Any] = ()) -> Wires:
-    found = Wires(MirrorOptions((rate,), per_node), ranks, HostWire(list(gloo)))
-    found.set_rate(rate)
+    found = Wires(ranks, per_node, HostWire(list(gloo)))
+    found.set_rate(bits_per_second(rate))
     return found
 
 
