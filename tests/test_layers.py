@@ -84,7 +84,7 @@ TABLE = {
     "launcher.host": allow("launcher transport"),
     "launcher.host_resources": allow("safe_files launcher.heartbeat"),
     "launcher.messages": allow("transport.messages", "pydantic"),
-    "launcher.placement": allow("config launcher.heartbeat"),
+    "launcher.placement": allow("config"),
     "launcher.heartbeat": allow("safe_files"),
     "launcher.workers": allow(),
     "checkpointing": allow("errors launcher.heartbeat safe_files", "torch"),

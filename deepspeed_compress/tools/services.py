@@ -134,7 +134,6 @@ _COLUMNS: Mapping[str, str] = {
     "number": "island",
     "host": "host",
     "address": "host",
-    "slots": "slots",
     "version": "version",
     "waiting": "waiting",
     "weight": "weight",

@@ -32,11 +32,11 @@ PATIENCE = 4.5
 class Agent:
     """An honest agent that sends heartbeats in a thread. `seconds` are the times until each answer."""
 
-    def __init__(self, address: str, name: str = "honest", slots: int = 2) -> None:
+    def __init__(self, address: str, name: str = "honest") -> None:
         self.messages: list[dict[str, Any]] = []
         self.seconds: list[float] = []
         self._connection = connect(address, SUPERVISOR, Credentials.find(), limits=Limits(patience=5.0))
-        self.send("join", name=name, job=JOB, address="10.0.0.1", slots=list(range(slots)), port=1)
+        self.send("join", name=name, job=JOB, address="10.0.0.1", port=1)
         self._end = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._listen)]
         for thread in self._threads:
@@ -86,8 +86,8 @@ def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
 def templates(number: int) -> list[Message]:
     """Return messages of a member of the job if `number` is odd, otherwise of an agent of another job."""
     job = JOB if number % 2 else "another job"
-    join = {"kind": "join", "name": f"hostile{number}", "job": job, "address": "10.0.0.9", "slots": [0], "port": 9}
-    failed = {"kind": "failed", "start": 1, "rank": 0, "slot": 0, "how": "was lost", "code": None, "steps": 9}
+    join = {"kind": "join", "name": f"hostile{number}", "job": job, "address": "10.0.0.9", "port": 9}
+    failed = {"kind": "failed", "start": 1, "rank": 0, "how": "was lost", "permanent": False, "steps": 9}
     return [
         join,
         {"kind": "beat", "start": 1, "silent": 0.5, "steps": 1},
@@ -99,12 +99,12 @@ def templates(number: int) -> list[Message]:
 
 def finish(agent: Agent) -> None:
     """Let a rank fail, and check that the supervisor restarts the job and ends it successfully."""
-    agent.send("failed", start=1, rank=1, slot=1, how="has ended", code=1, steps=3)
+    agent.send("failed", start=1, rank=1, how="has ended", permanent=False, steps=3)
     until(lambda: bool(agent.received("stop")))
     agent.send("stopped", start=1, steps=3, port=5)
     until(lambda: len(agent.received("start")) == 2)
     started = agent.received("start")[1]
-    assert (started["hosts"], started["slots"], started["port"]) == (["10.0.0.1"], [0, 1], 5)
+    assert (started["hosts"], started["port"]) == (["10.0.0.1"], 5)
     agent.send("done", start=2)
     until(lambda: bool(agent.received("over")))
     assert agent.received("over")[0] == {"kind": "over", "code": 0, "why": ""}
