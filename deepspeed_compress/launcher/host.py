@@ -72,7 +72,6 @@ class Agent:
             "pass": self._pass,
             "over": self._over,
             "refused": self._refused,
-            "unknown": self._unknown,
         }
 
     def run(self) -> int:
@@ -179,9 +178,6 @@ class Agent:
             f"error: --rendezvous {self._address[0]}:{self._address[1]}: {message['why']}; run the same command on all "
             "hosts, or choose another address"
         )
-
-    def _unknown(self, message: Message) -> None:
-        raise ConnectionError("it considered this host lost")
 
     # Work of this host.
 

@@ -110,7 +110,6 @@ FROM_SUPERVISOR = Messages(
         "pass": Pass,
         "over": Over,
         "refused": Refused,
-        "unknown": Fields,
         "beat": Fields,
     }
 )

@@ -2,7 +2,7 @@
 
 An agent sends `join`, `beat` (the state of its ranks), `failed` (a rank has failed), `done` (all of its ranks have
 ended successfully), `stopped` (all ranks that it had to stop have ended), and `end` (a user asks to end the job). It
-receives `start`, `stop`, `pass` (a signal to forward to its ranks), `over`, `refused`, and `unknown`.
+receives `start`, `stop`, `pass` (a signal to forward to its ranks), `over`, and `refused`.
 
 Messages contain the number of the start that they refer to. Messages of earlier starts are ignored.
 """
@@ -76,24 +76,26 @@ class Supervisor:
         if name in self._agents:
             self._agents[name].heard = now
         elif message["kind"] != "join":
-            # It was declared lost in the meantime, so it has to join again.
-            self._send(name, {"kind": "unknown"})
+            # It was refused.
             return
         self._handlers[message["kind"]](name, message, now)
         self._advance(now)
 
-    def disconnect(self, name: str, now: float) -> None:
-        """Handle the end of the connection to `name`."""
+    @property
+    def timeout(self) -> float:
+        """Return the seconds of silence after which a host is lost."""
+        return LOST_AFTER
+
+    def disconnect(self, name: str, now: float, why: str) -> None:
+        """Handle the end of the connection to `name`, and its reason."""
         agent = self._agents.pop(name, None)
         if agent is not None:
             if self._is_running(name) and not agent.done:
-                self._stop(Failure(f"host {agent.address} cannot be reached"))
+                self._stop(Failure(f"host {agent.address} cannot be reached: it {why}"))
             self._advance(now)
 
     def tick(self, now: float) -> None:
-        """Handle the time: hosts that are silent, and ranks that hang."""
-        for name in [name for name, agent in self._agents.items() if now - agent.heard > LOST_AFTER]:
-            self.disconnect(name, now)
+        """Handle the time: ranks that hang, and hosts that do not come."""
         self._stop_if_hanging(now)
         self._advance(now)
 

@@ -89,7 +89,7 @@ def _exec(command: list[str]) -> NoReturn:
 
 
 _LOCAL_ONLY = ("127.0.0.1", 0)
-_SERVICE = Service(SUPERVISOR, "agent", FROM_AGENTS)
+_SERVICE = Service(SUPERVISOR, FROM_AGENTS)
 _AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
 
 

@@ -77,7 +77,7 @@ class Agent:
 def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Run a supervisor for one host with two ranks, and yield its address."""
     machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
-    service = Service(SUPERVISOR, "agent", FROM_AGENTS)
+    service = Service(SUPERVISOR, FROM_AGENTS)
     server = MachineServer(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
     with serving(server):
         yield f"127.0.0.1:{server.port}"

@@ -99,7 +99,7 @@ class AnchorRequests:
             why = absent_holders(absent) if absent else too_few(membership.minimum, membership.numbers())
         if island.last_reason != why:
             island.last_reason = why
-            membership.send(name, {"kind": "waiting", "why": why})
+            membership.explain(name, why)
 
     def _can_begin(self) -> bool:
         """Return True if the run may begin with an island's own weights: no island that has not left has others."""

@@ -242,8 +242,6 @@ class CoordinatorClient:
                 )
             elif kind == "waiting":
                 self._reason = message["why"]
-            elif kind == "unknown":
-                self._send_join()
             elif self._pending is not None and kind in _ANSWERS[self._pending["kind"]]:
                 self._answer = message
                 # Here, because the next round may open before the caller has received the answer.

@@ -5,7 +5,7 @@ anchor of an absent island stays valid until it leaves, a user removes it, or it
 cut off for longer ends itself.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.local_sgd.coordinator.messages import Join, Message
@@ -113,14 +113,15 @@ class Membership:
     Args:
         saved: the state that outlives the coordinator.
         came_back: True if `saved` is from an earlier process.
+        log: receives log lines.
 
     Attributes:
         connected: the connected islands, by the name of their process.
         known: the islands that hold an anchor and have not left, whether connected or not.
     """
 
-    def __init__(self, saved: Saved, came_back: bool) -> None:
-        self.saved = saved
+    def __init__(self, saved: Saved, came_back: bool, log: Callable[[str], None]) -> None:
+        self.saved, self.log = saved, log
         self.known = KnownIslands(saved, came_back)
         self.connected: dict[str, Island] = {}
         self._outbox: list[tuple[str, Message]] = []
@@ -142,6 +143,11 @@ class Membership:
         """Queue `message` for the island `name`."""
         self._outbox.append((name, message))
 
+    def explain(self, name: str, why: str) -> None:
+        """Tell the connected island `name`, and the log, why it waits."""
+        self.log(f"{self.connected[name].title} waits: {why}")
+        self.send(name, {"kind": "waiting", "why": why})
+
     def take_messages(self) -> list[tuple[str, Message]]:
         """Remove and return the queued messages, in order, each with the name of its island."""
         messages, self._outbox = self._outbox, []
@@ -160,9 +166,10 @@ class Membership:
             number = earlier.number
         elif number is None:
             number, self.saved.next_number = self.saved.next_number, self.saved.next_number + 1
-        self.connected[name] = island = Island.from_join(join, number, now)
+        self.connected[name] = island = Island.from_join(join, number)
         island.arrived = None if earlier is None else earlier.arrived
         self.set_version(island, join.version)
+        self.log(f"{island.title} joined; {len(self.connected)} connected")
         self.send(name, {"kind": "welcome", "run": self.saved.run, "number": number})
 
     def set_version(self, island: Island, version: int) -> None:

@@ -87,7 +87,7 @@ class Rounds:
         elif now >= self._deadline:
             self._deadline = now + self._membership.timeout
             for name in arrived:
-                self._membership.send(name, {"kind": "waiting", "why": obstacle})
+                self._membership.explain(name, obstacle)
 
     def report_missing_votes(self, now: float) -> None:
         """Tell the islands that have voted, every `timeout`, which ones have not."""
@@ -99,7 +99,7 @@ class Rounds:
         for name, ok in running.votes.items():
             if ok is not None:
                 why = votes_missing(running.round.id, names_of(missing))
-                self._membership.send(name, {"kind": "waiting", "why": why})
+                self._membership.explain(name, why)
 
     def _open(self, name: str, now: float) -> None:
         if self._deadline is None:
@@ -155,6 +155,7 @@ class Rounds:
 
     def _end(self, running: RunningRound, committed: bool) -> None:
         membership = self._membership
+        membership.log(f"round {running.round.id} is {'committed' if committed else 'void'}")
         self.running = None
         if committed:
             membership.saved.commit(running.round)

@@ -73,8 +73,6 @@ def test_an_island_that_is_silent_for_the_timeout_is_lost() -> None:
     world.wait(TIMEOUT + 1, "a", "b")
     world.arrive("a", "b")
     assert world.partners("a") == [0, 1]
-    world.say("c", "beat")
-    assert world.last("c", "unknown")
     world.come_back("c", 2, 1)
     assert world.last("c", "welcome")["number"] == 2
 
