@@ -125,7 +125,6 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Handle the time."""
         self._settle(now)
-        self._rounds.report_missing_votes(now)
 
     def status(self, now: float) -> dict[str, Any]:
         """Return a summary for users: the run, its newest version, and the islands that are connected or missing."""

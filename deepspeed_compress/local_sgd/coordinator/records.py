@@ -142,9 +142,7 @@ class RunningRound:
     Attributes:
         round: the round.
         votes: vote of each island by name; None until it has voted.
-        reported: time of the last report to the islands that have voted on the ones that have not.
     """
 
     round: Round
     votes: dict[str, bool | None]
-    reported: float

@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from deepspeed_compress.local_sgd.coordinator.membership import (
-    Membership,
-    names_of,
-    not_returned,
-    too_few,
-    votes_missing,
-)
+from deepspeed_compress.local_sgd.coordinator.membership import Membership, absent_holders, too_few
 from deepspeed_compress.local_sgd.coordinator.messages import Arrive, Outcome, Partner, Round, Vote, as_message
 from deepspeed_compress.local_sgd.coordinator.records import Island, RunningRound
 
@@ -83,23 +77,11 @@ class Rounds:
         obstacle = self._find_obstacle(arrived)
         if obstacle is None:
             self._deadline = None
-            self._begin(dict(self._choose(arrived)), now)
+            self._begin(dict(self._choose(arrived)))
         elif now >= self._deadline:
             self._deadline = now + self._membership.timeout
             for name in arrived:
                 self._membership.explain(name, obstacle)
-
-    def report_missing_votes(self, now: float) -> None:
-        """Tell the islands that have voted, every `timeout`, which ones have not."""
-        running, connected = self.running, self._membership.connected
-        if running is None or now - running.reported < self._membership.timeout:
-            return
-        running.reported = now
-        missing = {connected[name].number: connected[name].host for name, ok in running.votes.items() if ok is None}
-        for name, ok in running.votes.items():
-            if ok is not None:
-                why = votes_missing(running.round.id, names_of(missing))
-                self._membership.explain(name, why)
 
     def _open(self, name: str, now: float) -> None:
         if self._deadline is None:
@@ -112,9 +94,9 @@ class Rounds:
         """Return why the islands that have arrived cannot exchange yet; None if they can."""
         known, minimum = self._membership.known, self._membership.minimum
         if not known.has_majority():
-            return not_returned(known.missing, len(self._membership.saved.members))
+            return absent_holders(self._membership.required_absent())
         if len(arrived) < minimum:
-            return too_few(minimum, {one.number for one in arrived.values()})
+            return too_few(minimum, len(arrived))
         return None
 
     def _choose(self, arrived: Mapping[str, Island]) -> Iterator[tuple[str, Island]]:
@@ -133,7 +115,7 @@ class Rounds:
             else:
                 yield name, arrived[name]
 
-    def _begin(self, chosen: Mapping[str, Island], now: float) -> None:
+    def _begin(self, chosen: Mapping[str, Island]) -> None:
         saved, newest = self._membership.saved, self._membership.newest()
         if all(one.version != newest for one in chosen.values()):
             # No island could apply their common result to the newest anchor.
@@ -148,7 +130,7 @@ class Rounds:
         id_ = saved.next_round
         saved.next_round += 1
         round_ = Round(id=id_, base=newest, fresh=f"{saved.run}/{id_}", partners=partners)
-        self.running = RunningRound(round_, dict.fromkeys(chosen), now)
+        self.running = RunningRound(round_, dict.fromkeys(chosen))
         for name, one in chosen.items():
             one.arrived = None
             self._membership.send(name, as_message("round", round_))
