@@ -144,7 +144,7 @@ class Server:
         self.port = int(self._listener.getsockname()[1])
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
-        self._drain: float | None = None
+        self._stopping = False
         self._crowd = _Crowd(bounds.pending)
         self._threads: dict[Channel, threading.Thread] = {}
         self._admitted: set[Channel] = set()
@@ -162,7 +162,7 @@ class Server:
         poll.register(self._woken, select.POLLIN)
         try:
             ready()
-            while self._drain is None:
+            while not self._stopping:
                 poll.poll()
                 self._accept()
         finally:
@@ -170,13 +170,9 @@ class Server:
             ending()
             self._end_connections()
 
-    def stop(self, drain: float = 0.0) -> None:
-        """End `run`. It may be called from any thread or signal handler, and does not wait.
-
-        Args:
-            drain: seconds for which authenticated connections may continue. New ones are refused.
-        """
-        self._drain = drain
+    def stop(self) -> None:
+        """End `run`, and all connections. It may be called from any thread or signal handler, and does not wait."""
+        self._stopping = True
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
@@ -228,9 +224,9 @@ class Server:
         except (ConnectionClosedError, OtherServiceError):
             pass
         except Exception as error:
-            if is_authenticated and self._drain is None:
+            if is_authenticated and not self._stopping:
                 self._log(f"a connection from {peer} was closed: {type(error).__name__}: {error}")
-            elif self._drain is None:
+            elif not self._stopping:
                 source = self._credentials.secret.source
                 self._log(f"refused a connection from {peer}: {error} (the secret of this server is from {source})")
         finally:
@@ -261,9 +257,8 @@ class Server:
             self._change.notify_all()
 
     def _end_connections(self) -> None:
-        """Wait while authenticated connections may continue, then end all without waiting for their answers."""
+        """End all connections without waiting for their answers."""
         with self._change:
-            self._change.wait_for(lambda: not self._admitted, self._drain or 0.0)
             left = list(self._threads)
         for channel in left:
             channel.end()
@@ -273,17 +268,9 @@ class Server:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening, non-blocking socket. `host` "" listens at all addresses, including IPv6 if available."""
-    if not host:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-    else:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except socket.gaierror as error:
-            raise OSError(f"the host {host!r} to listen at has no address ({error.strerror})") from error
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     listening.setblocking(False)
     return listening
 

@@ -123,7 +123,7 @@ def test_a_file_that_is_not_a_state_file_is_refused(tmp_path: Path, capsys: pyte
     ("address", "text"),
     [
         ("here", "is not an address"),
-        ("127.0.0.1:70000", "a port from 1 to 65535)"),
+        ("127.0.0.1:70000", "is not an address"),
         ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"),
         ("127.0.0.1:1", "refused"),
     ],
@@ -166,8 +166,7 @@ def test_status_names_the_secret_to_copy(
         monkeypatch.setenv(SECRET, "another secret than the server")
         assert main(["islands", "status", address]) == 1
     error = capsys.readouterr().err
-    assert f"has a different secret. The secret here is from {SECRET}: set {SECRET} to the same value" in error
-    assert "copy that file" not in error
+    assert f"has a different secret. The secret here is from {SECRET}: give both hosts the same one" in error
 
 
 def test_both_sides_require_certificates(
