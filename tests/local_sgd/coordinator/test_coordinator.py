@@ -301,21 +301,6 @@ def test_a_process_can_be_only_one_island() -> None:
     assert world.last("c", "welcome")
 
 
-def test_after_void_rounds_each_island_is_excluded_in_turn() -> None:
-    """The link between a and b is broken, so every round with both is void."""
-    world = begun("a", "b", "c")
-    counted = set()
-    for _ in range(8):
-        world.arrive(*"cba")
-        voting = world.voting()
-        broken = {"a", "b"} <= set(voting)
-        world.vote(*voting, ok=not broken)
-        if not broken:
-            counted |= set(voting)
-            world.ready(world.coordinator.saved.version, *voting)
-    assert counted == {"a", "b", "c"}
-
-
 def test_a_version_lost_with_its_holders_is_not_in_the_lineage() -> None:
     """The others have continued from an older version, so updates from the lost version must not be added."""
     world = begun("a", "b", "c")
