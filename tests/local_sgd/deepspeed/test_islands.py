@@ -558,24 +558,6 @@ def of_matrices_alone(rank: int, job: Job) -> str:
     return refusal(UnsupportedError, make_engine, model, job.config())
 
 
-def broken(rank: int, job: Job) -> tuple[bool, bool]:
-    """Return whether weights are finite before and after an exchange. The second island's weights are set to NaN."""
-    engine = start(job)
-    batches = data(rank, job)
-    run(engine, batches[:1])
-    if rank == 1:
-        with torch.no_grad():
-            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
-    before = bool(torch.isfinite(engine.optimizer.single_partition_of_fp32_groups[0]).all())
-    engine.compression.islands.step_ended(2)
-    return before, all(torch.isfinite(torch.tensor(weight)).all() for weight in weights(engine).values())
-
-
-def test_an_island_that_diverged_is_excluded() -> None:
-    job = Job(1, section=section(size=1, sync_every=2))
-    assert run_forks(2, broken, job) == [(True, True), (False, True)]
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", ["AdamW"], {"type": 3}])
 def test_an_invalid_optimizer_entry_is_not_reported_by_islands(optimizer: Any) -> None:
     job = Job(1, section=section(size=1, second_moments={}), extra={"optimizer": optimizer})
