@@ -244,8 +244,8 @@ class Supervisor:
     def _drop_failing_host(self) -> None:
         """Drop a host that has failed repeatedly before the first step, if a spare one takes its place."""
         name = failing_host(self._state.failures)
-        if name in self._agents and len(self._hosts()) > self._options.hosts:
-            agent = self._agents[name]
+        agent = self._agents.get(name or "")
+        if agent is not None and len(self._hosts()) > self._options.hosts:
             agent.dropped = True
             self._log(f"host {agent.address} is not used any more: {EARLY_FAILURES} starts in a row failed there")
 
