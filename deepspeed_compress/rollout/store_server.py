@@ -65,8 +65,8 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the server, and end the requests that run."""
-        self._server.stop()
+        """Stop the server. Requests that run have a second to end."""
+        self._server.stop(drain=1.0)
         self._thread.join()
 
     def __enter__(self) -> "StoreServer":

@@ -144,7 +144,7 @@ class Server:
         self.port = int(self._listener.getsockname()[1])
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
-        self._stopping = False
+        self._drain: float | None = None
         self._crowd = _Crowd(bounds.pending)
         self._threads: dict[Channel, threading.Thread] = {}
         self._admitted: set[Channel] = set()
@@ -162,7 +162,7 @@ class Server:
         poll.register(self._woken, select.POLLIN)
         try:
             ready()
-            while not self._stopping:
+            while self._drain is None:
                 poll.poll()
                 self._accept()
         finally:
@@ -170,9 +170,13 @@ class Server:
             ending()
             self._end_connections()
 
-    def stop(self) -> None:
-        """End `run`, and all connections. It may be called from any thread or signal handler, and does not wait."""
-        self._stopping = True
+    def stop(self, drain: float = 0.0) -> None:
+        """End `run`. It may be called from any thread or signal handler, and does not wait.
+
+        Args:
+            drain: seconds for which authenticated connections may continue. New ones are refused.
+        """
+        self._drain = drain
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
@@ -224,9 +228,9 @@ class Server:
         except (ConnectionClosedError, OtherServiceError):
             pass
         except Exception as error:
-            if is_authenticated and not self._stopping:
+            if is_authenticated and self._drain is None:
                 self._log(f"a connection from {peer} was closed: {type(error).__name__}: {error}")
-            elif not self._stopping:
+            elif self._drain is None:
                 source = self._credentials.secret.source
                 self._log(f"refused a connection from {peer}: {error} (the secret of this server is from {source})")
         finally:
@@ -257,8 +261,9 @@ class Server:
             self._change.notify_all()
 
     def _end_connections(self) -> None:
-        """End all connections without waiting for their answers."""
+        """Wait while authenticated connections may continue, then end all without waiting for their answers."""
         with self._change:
+            self._change.wait_for(lambda: not self._admitted, self._drain or 0.0)
             left = list(self._threads)
         for channel in left:
             channel.end()

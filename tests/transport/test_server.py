@@ -207,6 +207,31 @@ def test_a_shutdown_does_not_wait_for_clients() -> None:
         one.close()
 
 
+def test_a_shutdown_with_drain_lets_running_calls_finish() -> None:
+    begun, ended = threading.Event(), []
+
+    def slow(connection: Connection) -> None:
+        connection.receive()
+        begun.set()
+        time.sleep(0.4)
+        connection.send({"kind": "done"})
+        ended.append(connection)
+
+    server = Server(SERVICE, slow, "127.0.0.1", 0, CREDENTIALS)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    with connected(server) as there:
+        there.send({"kind": "x"})
+        assert begun.wait(60)
+        server.stop(drain=5.0)
+        assert there.receive(60) == {"kind": "done"}
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(ended) == 1
+    with pytest.raises(ConnectionRefusedError):
+        unauthenticated(server)
+
+
 def test_an_error_in_the_service_ends_one_connection_and_is_logged() -> None:
     log: list[str] = []
 

@@ -165,7 +165,7 @@ def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
     Raises:
         UnsupportedError: the groups have unequal betas, or none, or use amsgrad.
     """
-    groups = [group for group in optimizer.param_groups if not group.get("use_muon")]
+    groups: list[Mapping[str, Any]] = [group for group in optimizer.param_groups if not group.get("use_muon")]
     betas = {group.get("betas") and tuple(group["betas"]) for group in groups}
     amsgrad = any(group.get("amsgrad") for group in groups)
     if None in betas or len(betas) != 1 or amsgrad:
