@@ -232,7 +232,7 @@ TABLE = {
     ),
     "tools.schema": allow("config tools.lint"),
     "tools.services": allow(
-        "config errors local_sgd.coordinator tools.tables transport",
+        "errors local_sgd.coordinator tools.tables transport",
         lazily="local_sgd.parameter_server rollout",
     ),
     "tools.lint": allow(
