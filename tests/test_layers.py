@@ -84,7 +84,7 @@ TABLE = {
     "launcher.host": allow("launcher transport"),
     "launcher.host_resources": allow("safe_files launcher.heartbeat"),
     "launcher.messages": allow("transport.messages", "pydantic"),
-    "launcher.placement": allow("config launcher.heartbeat"),
+    "launcher.placement": allow("config"),
     "launcher.heartbeat": allow("safe_files"),
     "launcher.workers": allow(),
     "checkpointing": allow("errors launcher.heartbeat safe_files", "torch"),
@@ -228,7 +228,7 @@ TABLE = {
     "tools.run": allow("config errors integrations.install integrations.launch launcher transport"),
     "tools.schema": allow("config tools.lint"),
     "tools.services": allow(
-        "config errors local_sgd.coordinator tools.tables transport",
+        "errors local_sgd.coordinator tools.tables transport",
         lazily="local_sgd.parameter_server rollout",
     ),
     "tools.lint": allow(

@@ -13,7 +13,6 @@ from deepspeed_compress.launcher.host_resources import (
     HostStart,
     JobDirectory,
     ReservedPort,
-    Slots,
     remove_shared_memory,
 )
 from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR, Message
@@ -38,7 +37,7 @@ class Agent:
     Args:
         address: (host, port) of the supervisor.
         job: identifier of the job.
-        slots: slots of this host.
+        ranks: number of ranks on this host.
         grace: seconds that ranks have to end.
         workers: the processes of the ranks.
         directory: the directory of the job on this host.
@@ -50,7 +49,7 @@ class Agent:
         self,
         address: tuple[str, int],
         job: str,
-        slots: Slots,
+        ranks: int,
         grace: float,
         workers: Workers,
         directory: JobDirectory,
@@ -58,7 +57,7 @@ class Agent:
         credentials: Credentials,
     ) -> None:
         self._credentials = credentials
-        self._address, self._job, self._slots, self._grace = address, job, slots, grace
+        self._address, self._job, self._ranks, self._grace = address, job, ranks, grace
         self._workers, self._directory, self._log = workers, directory, log
         self._signal = 0
         self._start: HostStart | None = None
@@ -73,7 +72,6 @@ class Agent:
             "pass": self._pass,
             "over": self._over,
             "refused": self._refused,
-            "unknown": self._unknown,
         }
 
     def run(self) -> int:
@@ -124,20 +122,18 @@ class Agent:
     # Messages of the supervisor.
 
     def _begin(self, message: Message) -> None:
-        number, slots, first = message["start"], message["slots"], message["first"]
-        if not message["hosts"] or not set(slots) <= set(range(self._slots.count)):
-            raise ProtocolError(
-                f"the start message names slots {slots} of {self._slots.count} and {len(message['hosts'])} hosts"
-            )
-        heartbeats = self._directory.heartbeats(number)
-        self._start = HostStart(number, {first + local: slot for local, slot in enumerate(slots)}, heartbeats)
+        if not message["hosts"]:
+            raise ProtocolError("the start message names no host")
+        heartbeats = self._directory.heartbeats(message["start"])
+        ranks = range(message["node"] * self._ranks, (message["node"] + 1) * self._ranks)
+        self._start = HostStart(message["start"], ranks, heartbeats)
         self._rendezvous.append((message["hosts"][0], message["port"]))
         if message["node"] == 0:
             self._port.release()
         common = {
             "WORLD_SIZE": str(message["world"]),
-            "LOCAL_WORLD_SIZE": str(len(slots)),
-            "LOCAL_SIZE": str(len(slots)),
+            "LOCAL_WORLD_SIZE": str(self._ranks),
+            "LOCAL_SIZE": str(self._ranks),
             "GROUP_RANK": str(message["node"]),
             "NODE_RANK": str(message["node"]),
             "MASTER_ADDR": message["hosts"][0],
@@ -146,10 +142,9 @@ class Agent:
             MEMORY: str(self._directory.memory),
             HOSTS: json.dumps(message["hosts"]),
             **({RESUME: "1"} if message["resume"] else {}),
-            **self._slots.environment(slots),
         }
-        ranks = {first + local: {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(len(slots))}
-        self._workers.start({rank: {**common, **own} for rank, own in ranks.items()})
+        own = {rank: {"RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks)}
+        self._workers.start({rank: {**common, **more} for rank, more in own.items()})
 
     def _stop(self, message: Message) -> None:
         """Stop the ranks.
@@ -163,7 +158,7 @@ class Agent:
         start.stopping, start.reported, start.kill_at = True, False, time.monotonic() + self._grace
         waiting = start.saving()
         self._workers.signal(signal.SIGKILL, waiting)
-        self._workers.signal(signal.SIGTERM, [rank for rank in start.slots if rank not in waiting])
+        self._workers.signal(signal.SIGTERM, [rank for rank in start.ranks if rank not in waiting])
         # A rank that is suspended does not receive other signals.
         self._workers.signal(signal.SIGCONT)
 
@@ -184,9 +179,6 @@ class Agent:
             "hosts, or choose another address"
         )
 
-    def _unknown(self, message: Message) -> None:
-        raise ConnectionError("it considered this host lost")
-
     # Work of this host.
 
     def _watch(self) -> None:
@@ -198,7 +190,7 @@ class Agent:
             return
         if start.kill_at is not None and time.monotonic() > start.kill_at:
             self._workers.signal(signal.SIGKILL)
-        bad = [one for one in ended if one.status and one.rank in start.slots]
+        bad = [one for one in ended if one.status and one.rank in start.ranks]
         if bad and not start.stopping and not start.terminating:
             self._report_failed(start, bad)
         if not self._workers.living and not start.reported:
@@ -207,15 +199,12 @@ class Agent:
     def _report_failed(self, start: HostStart, bad: Sequence[Ended]) -> None:
         # If one rank was killed, the others may have failed only because of that.
         ended = min(bad, key=lambda one: one.status > 0)
-        code = ended.status if all(one.status > 0 for one in bad) else None
-        code = EXIT_PERMANENT if any(one.status == EXIT_PERMANENT for one in bad) else code
         self._send(
             "failed",
             start,
             rank=ended.rank,
-            slot=start.slots[ended.rank],
             how=describe_end(ended.status),
-            code=code,
+            permanent=any(one.status == EXIT_PERMANENT for one in bad),
             steps=start.steps,
         )
         # From now on, the ranks of this start only have to be stopped.
@@ -266,9 +255,7 @@ class Agent:
                 f"{self._address[0]}:{self._address[1]}", SUPERVISOR, self._credentials, _SUPERVISOR_TIMEOUT, _LIMITS
             )
             joining = {"name": uuid.uuid4().hex, "job": self._job, "address": self._public_address(link)}
-            link.send(
-                {"kind": "join", **joining, "slots": list(range(self._slots.count)), "port": self._port.reserve()}
-            )
+            link.send({"kind": "join", **joining, "port": self._port.reserve()})
         except (AuthenticationError, OtherServiceError) as error:
             self._code = FAILED
             self._log(f"error: --rendezvous {error}")

@@ -1,4 +1,4 @@
-"""Resources of one host for the ranks of a job: a directory, slots, heartbeats, a reserved port, and shared memory."""
+"""Resources of one host for the ranks of a job: a directory, heartbeats, a reserved port, and shared memory."""
 
 import os
 import shutil
@@ -18,30 +18,13 @@ _PREFIX, _UNFINISHED_PREFIX = "ds_compress_", ".ds_compress_"
 _LOCK = "lock"
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Slots for ranks on this host.
-
-    Attributes:
-        count: number of slots.
-        devices: name of each slot in CUDA_VISIBLE_DEVICES; empty if the variable is left alone.
-    """
-
-    count: int
-    devices: tuple[str, ...] = ()
-
-    def environment(self, chosen: Sequence[int]) -> dict[str, str]:
-        """Return the environment of ranks in the slots `chosen`."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[slot] for slot in chosen)} if self.devices else {}
-
-
 @dataclass
 class HostStart:
     """Ranks of one start on this host.
 
     Attributes:
         number: number of the start.
-        slots: slot of each rank.
+        ranks: the ranks.
         heartbeats: directory of the ranks' heartbeats.
         stopping: True once the ranks must end.
         terminating: True once a user's signal has asked the ranks to end.
@@ -51,7 +34,7 @@ class HostStart:
     """
 
     number: int
-    slots: Mapping[int, int]
+    ranks: range
     heartbeats: Path
     stopping: bool = False
     terminating: bool = False
@@ -67,7 +50,7 @@ class HostStart:
     def silent(self, now: float) -> float | None:
         """Return the seconds since the last heartbeat of any rank; None until each rank has sent one."""
         times = [beat.time for beat in self._read().values() if beat.time]
-        return max(0.0, now - max(times)) if times and len(times) == len(self.slots) else None
+        return max(0.0, now - max(times)) if times and len(times) == len(self.ranks) else None
 
     def saving(self) -> list[int]:
         """Return the ranks that save on SIGTERM, for which they would wait for lost ranks."""
@@ -75,7 +58,7 @@ class HostStart:
 
     def _read(self) -> Mapping[int, Heartbeat]:
         self.latest.update(
-            {rank: beat for rank in self.slots if (beat := read_heartbeat(self.heartbeats, rank)) is not None}
+            {rank: beat for rank in self.ranks if (beat := read_heartbeat(self.heartbeats, rank)) is not None}
         )
         return self.latest
 

@@ -11,14 +11,7 @@ from deepspeed_compress.transport.messages import Address, Count, Fields, Messag
 SUPERVISOR = "supervisor"
 """Name of the service that the supervisor runs."""
 Message = Mapping[str, Any]
-_SLOTS = 1 << 12
 _RANKS = 1 << 20
-
-
-def _different(slots: list[int]) -> list[int]:
-    if len(set(slots)) < len(slots):
-        raise ValueError("slots are named twice")
-    return slots
 
 
 def _ending(number: int) -> int:
@@ -28,8 +21,6 @@ def _ending(number: int) -> int:
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-Slot = Annotated[int, Field(ge=0, le=_SLOTS)]
-Slots = Annotated[list[Slot], Field(max_length=_SLOTS), AfterValidator(_different)]
 Rank = Annotated[int, Field(ge=0, le=_RANKS)]
 
 
@@ -39,7 +30,6 @@ class Join(Fields):
     name: Name
     job: Name
     address: Annotated[Address, Field(min_length=1)]
-    slots: Slots
     port: Port
 
 
@@ -60,9 +50,8 @@ class Failed(OfStart):
     """End of a rank with an error."""
 
     rank: Rank
-    slot: Slot
     how: Text
-    code: Annotated[int, Field(ge=-255, le=255)] | None = None
+    permanent: bool
     steps: Count
 
 
@@ -95,8 +84,6 @@ class Start(OfStart):
     port: Port
     resume: bool
     node: Rank
-    first: Rank
-    slots: Slots
 
 
 class Pass(OfStart, Signal):
@@ -123,7 +110,6 @@ FROM_SUPERVISOR = Messages(
         "pass": Pass,
         "over": Over,
         "refused": Refused,
-        "unknown": Fields,
         "beat": Fields,
     }
 )

@@ -2,27 +2,22 @@
 
 An agent sends `join`, `beat` (the state of its ranks), `failed` (a rank has failed), `done` (all of its ranks have
 ended successfully), `stopped` (all ranks that it had to stop have ended), and `end` (a user asks to end the job). It
-receives `start`, `stop`, `pass` (a signal to forward to its ranks), `over`, `refused`, and `unknown`.
+receives `start`, `stop`, `pass` (a signal to forward to its ranks), `over`, and `refused`.
 
 Messages contain the number of the start that they refer to. Messages of earlier starts are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
 from deepspeed_compress.launcher.messages import Message
 from deepspeed_compress.launcher.placement import (
     EARLY_FAILURES,
-    EQUAL_FAILURES,
     ConnectedAgent,
     Failure,
-    Host,
     JobOptions,
     JobState,
-    Placement,
-    failing_slot,
-    is_permanent,
+    failing_host,
     place,
 )
 
@@ -72,10 +67,7 @@ class Supervisor:
 
     def status(self, now: float) -> dict[str, Any]:
         """Return a summary: the phase of the job, and the connected hosts."""
-        hosts = [
-            {"address": agent.address, "slots": list(agent.slots), "silent": round(now - agent.heard, 1)}
-            for agent in self._agents.values()
-        ]
+        hosts = [{"address": agent.address, "silent": round(now - agent.heard, 1)} for agent in self._agents.values()]
         state = self._state
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
@@ -84,24 +76,26 @@ class Supervisor:
         if name in self._agents:
             self._agents[name].heard = now
         elif message["kind"] != "join":
-            # It was declared lost in the meantime, so it has to join again.
-            self._send(name, {"kind": "unknown"})
+            # It was refused.
             return
         self._handlers[message["kind"]](name, message, now)
         self._advance(now)
 
-    def disconnect(self, name: str, now: float) -> None:
-        """Handle the end of the connection to `name`."""
+    @property
+    def timeout(self) -> float:
+        """Return the seconds of silence after which a host is lost."""
+        return LOST_AFTER
+
+    def disconnect(self, name: str, now: float, why: str) -> None:
+        """Handle the end of the connection to `name`, and its reason."""
         agent = self._agents.pop(name, None)
         if agent is not None:
             if self._is_running(name) and not agent.done:
-                self._stop(Failure(f"host {agent.address} cannot be reached"))
+                self._stop(Failure(f"host {agent.address} cannot be reached: it {why}"))
             self._advance(now)
 
     def tick(self, now: float) -> None:
-        """Handle the time: hosts that are silent, and ranks that hang."""
-        for name in [name for name, agent in self._agents.items() if now - agent.heard > LOST_AFTER]:
-            self.disconnect(name, now)
+        """Handle the time: ranks that hang, and hosts that do not come."""
         self._stop_if_hanging(now)
         self._advance(now)
 
@@ -125,7 +119,7 @@ class Supervisor:
         if name in self._agents:
             # An agent joins once per connection, each time under a new name.
             return
-        self._agents[name] = ConnectedAgent(message["address"], tuple(message["slots"]), message["port"], now)
+        self._agents[name] = ConnectedAgent(message["address"], message["port"], now)
         if self._state.phase == "over":
             # It was considered lost when the job ended, and would wait forever for this message.
             self._send_over(name)
@@ -144,10 +138,7 @@ class Supervisor:
         if message["start"] == self._state.start and self._is_running(name):
             self._count(message["steps"])
             why = f"rank {message['rank']} on {self._agents[name].address} {message['how']}"
-            self._stop(Failure(why, (name, message["slot"]), message["code"]))
-        elif message["start"] == self._state.start and self._state.phase == "stopping" and message["code"] is None:
-            # The first rank that was reported may have failed because this one was killed.
-            self._state.failures[-1].code = None
+            self._stop(Failure(why, name, message["permanent"]))
 
     def _done(self, name: str, message: Message, now: float) -> None:
         if message["start"] == self._state.start:
@@ -177,7 +168,7 @@ class Supervisor:
             self._finish(SIGNALLED + state.signal if state.signal else 0, "")
         if state.phase == "stopping" and all(one.stopped for one in placed.values()):
             failure = state.failures[-1]
-            failure.early, failure.steps, failure.hosts = not state.step_seen, state.steps, tuple(self._hosts())
+            failure.early = not state.step_seen
             if failure.first_error is not None:
                 self._log(f"the first error: {failure.first_error[1]}")
             self._restart(now)
@@ -190,11 +181,10 @@ class Supervisor:
             self._finish(SIGNALLED + state.signal, "")
         elif state.restarts == self._options.restarts:
             self._finish(FAILED, f"{failure.why}, and no restart is left (--restarts {state.restarts})")
-        elif not self._drop_failing_slot() and is_permanent(state.failures):
-            row = f", like {EQUAL_FAILURES} starts in a row without a new step"
-            text = f"{'' if failure.code == EXIT_PERMANENT else row}; a restart cannot help; see the output above"
-            self._finish(FAILED, f"{failure.why}{text}")
+        elif failure.permanent:
+            self._finish(FAILED, f"{failure.why}; a restart cannot help; see the output above")
         else:
+            self._drop_failing_host()
             state.restarts += 1
             state.phase, state.since = "waiting", now
 
@@ -205,47 +195,44 @@ class Supervisor:
             return
         state.since = now if state.since is None else state.since
         placement = self._place(self._hosts())
-        if placement is not None:
+        if placement:
             self._start(placement)
         elif now - state.since > options.wait:
             self._finish(FAILED, self._describe_missing_hosts())
 
     def _describe_missing_hosts(self) -> str:
-        options = self._options
-        slots = sum(min(len(agent.slots), options.ranks) for agent in self._agents.values())
-        missing = (
-            f"after {options.wait:g} s (--wait), only {slots} of {options.hosts * options.ranks} ranks have a slot"
-        )
-        reason = self._size_problem(slots) if self._state.start else ""
+        options, count = self._options, len(self._hosts())
+        missing = f"after {options.wait:g} s (--wait), only {count} of {options.hosts} hosts are there"
+        reason = self._size_problem(count * options.ranks) if self._state.start else ""
         return f"{missing}, and fewer ranks cannot train: {reason}" if reason else missing
 
-    def _place(self, hosts: list[Host]) -> Placement | None:
-        """Place all ranks at the first start, and as many as can train at later ones."""
-        state, options = self._state, self._options
-        fits = (lambda ranks: not self._size_problem(ranks)) if state.start else (lambda ranks: False)
-        return place(hosts, options.hosts, options.ranks, fits, state.placement)
+    def _place(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        return place(hosts, self._options.hosts, self._may_train, self._state.placement)
 
-    def _start(self, placement: Placement) -> None:
+    def _may_train(self, count: int) -> bool:
+        """Return True if fewer hosts, `count`, may train: after the first start, the same batches."""
+        return self._state.start > 0 and not self._size_problem(count * self._options.ranks)
+
+    def _start(self, placement: tuple[str, ...]) -> None:
         state = self._state
         state.start, state.phase, state.placement = state.start + 1, "running", placement
         state.step_seen, state.since = False, None
-        addresses = [self._agents[host.name].address for host in placement.hosts]
+        world = len(placement) * self._options.ranks
         common = {
             "kind": "start",
             "start": state.start,
             "restart": state.restarts,
-            "world": placement.world,
-            "hosts": addresses,
-            "port": self._agents[placement.hosts[0].name].port,
+            "world": world,
+            "hosts": [self._agents[name].address for name in placement],
+            "port": self._agents[placement[0]].port,
             "resume": state.steps > 0,
         }
-        for node, host in enumerate(placement.hosts):
-            agent = self._agents[host.name]
+        for node, name in enumerate(placement):
+            agent = self._agents[name]
             agent.done, agent.stopped, agent.silent = False, False, None
-            first = placement.first_rank(node)
-            self._send(host.name, {**common, "node": node, "first": first, "slots": list(host.slots)})
+            self._send(name, {**common, "node": node})
         if state.restarts:
-            self._log(f"restart {state.restarts} of {self._options.restarts}, with {placement.world} ranks")
+            self._log(f"restart {state.restarts} of {self._options.restarts}, with {world} ranks")
 
     def _stop(self, failure: Failure) -> None:
         state = self._state
@@ -254,24 +241,13 @@ class Supervisor:
         self._log(f"{failure.why}, after {state.steps} steps")
         self._send_to_placed({"kind": "stop"})
 
-    def _drop_failing_slot(self) -> bool:
-        """Drop a slot that has failed repeatedly before the first step, if the ranks fit elsewhere.
-
-        Returns True if a slot was dropped.
-        """
-        slot = failing_slot(self._state.failures)
-        if slot is None or slot[0] not in self._agents:
-            return False
-        without = {host.name: host for host in self._hosts()}
-        without[slot[0]] = Host(slot[0], tuple(one for one in without[slot[0]].slots if one != slot[1]))
-        if self._place(list(without.values())) is None:
-            return False
-        agent = self._agents[slot[0]]
-        agent.slots = without[slot[0]].slots
-        self._log(
-            f"slot {slot[1]} of {agent.address} is not used any more: {EARLY_FAILURES} starts in a row failed there"
-        )
-        return True
+    def _drop_failing_host(self) -> None:
+        """Drop a host that has failed repeatedly before the first step, if a spare one takes its place."""
+        name = failing_host(self._state.failures)
+        agent = self._agents.get(name or "")
+        if agent is not None and len(self._hosts()) > self._options.hosts:
+            agent.dropped = True
+            self._log(f"host {agent.address} is not used any more: {EARLY_FAILURES} starts in a row failed there")
 
     def _finish(self, code: int, why: str) -> None:
         if not code and not self._state.steps:
@@ -280,19 +256,16 @@ class Supervisor:
         for name in self._agents:
             self._send_over(name)
 
-    def _hosts(self) -> list[Host]:
-        return [Host(name, agent.slots) for name, agent in self._agents.items()]
+    def _hosts(self) -> list[str]:
+        """Return the hosts that may have ranks."""
+        return [name for name, agent in self._agents.items() if not agent.dropped]
 
     def _is_running(self, name: str) -> bool:
-        return self._state.phase == "running" and name in self._placed_names()
-
-    def _placed_names(self) -> list[str]:
-        placement = self._state.placement
-        return [] if placement is None else [host.name for host in placement.hosts]
+        return self._state.phase == "running" and name in self._state.placement
 
     def _placed(self) -> dict[str, ConnectedAgent]:
         """Return the connected members that have ranks of this start."""
-        return {name: self._agents[name] for name in self._placed_names() if name in self._agents}
+        return {name: self._agents[name] for name in self._state.placement if name in self._agents}
 
     def _send(self, name: str, message: Message) -> None:
         self._outbox.append((name, message))

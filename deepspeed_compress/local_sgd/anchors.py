@@ -1,12 +1,11 @@
 """The anchor of an island that exchanges in rounds, and its transfer to an island that joins.
 
 Each rank of the joining island receives the tensors from a rank of equal place. Only the joining island waits: the
-sending rank serves a copy in a thread while it trains on. Requests for the same version share one copy.
+sending rank serves a copy in a thread while it trains on.
 """
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +25,8 @@ from deepspeed_compress.transport.server import Bounds, Server
 
 VersionedAnchor = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """Version, metadata, and flat fp32 tensors on the host by name."""
-CONNECTIONS = 16
-"""Maximum number of open connections. An island that gets none takes the anchor of another one, or tries again."""
+CONNECTIONS = 4
+"""Maximum number of open connections, each with a copy of the anchor. Others try elsewhere, or again."""
 _PAUSE = 0.2
 """Seconds between attempts to get an anchor."""
 SLOWEST = 10.0
@@ -46,10 +45,6 @@ class _Anchor(Fields):
 
 _REQUESTS = Messages({ANCHOR: _Request})
 _ANSWERS = Messages({ANCHOR: _Anchor, "none": Fields})
-
-
-class AnchorCopy(dict[str, Tensor]):
-    """Tensors of one version, shared by all requests. Unlike a dict, it supports weak references."""
 
 
 class AnchorServer:
@@ -164,8 +159,6 @@ class SharedAnchor:
         self._stores = {ANCHOR: state.anchor}
         if context.settings.outer.optimizer == "nesterov":
             self._stores[MOMENTUM] = state.momentum
-        self._copy: weakref.ref[AnchorCopy] | None = None
-        """Copy of the anchor that is being served, shared by all requests."""
         self._failure = "other islands moved on between the requests of two ranks"
         """Reason why the last attempt to fetch the anchor failed."""
         self._change = threading.Condition()
@@ -178,24 +171,21 @@ class SharedAnchor:
         with self._change:
             if not self._change.wait_for(lambda: self.version >= max(1, version), self._elastic.timeout_seconds):
                 return None
-            copy = self._copy() if self._copy is not None else None
-            if copy is None:
-                device = torch.device("cpu")
-                copy = AnchorCopy({name: store.read(self._segments, device) for name, store in self._stores.items()})
-                self._copy = weakref.ref(copy)
+            device = torch.device("cpu")
+            copy = {name: store.read(self._segments, device) for name, store in self._stores.items()}
             return self.version, {**self._publish_metadata(), "run": self.run}, copy
 
     def withdraw(self) -> None:
         """Stop serving copies, because the anchor is about to be replaced."""
         with self._change:
-            self.version, self._copy = 0, None
+            self.version = 0
 
     @contextmanager
     def replacing(self, version: int) -> Iterator[None]:
         """Make no copy while the caller writes the anchor of `version`."""
         with self._change:
             yield
-            self.version, self._copy = version, None
+            self.version = version
             self._change.notify_all()
 
     def write(self, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -250,7 +250,7 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks", type=positive_integer, metavar="N", help=what)
     what = "number of hosts that train (default: 1)"
     group.add_argument("--hosts", type=positive_integer, default=1, metavar="N", help=what)
-    what = "number of spare hosts (with --rendezvous) or spare GPUs of this host (default: 0)"
+    what = "number of spare hosts, with --rendezvous (default: 0)"
     group.add_argument("--spares", type=integer_from(0), default=0, metavar="N", help=what)
     what = "address of one of the hosts, where the agents of all hosts meet; run the same command on each host"
     group.add_argument("--rendezvous", metavar="HOST:PORT", help=what)

@@ -29,7 +29,7 @@ from deepspeed_compress.integrations.launch import (
     program_command,
 )
 from deepspeed_compress.launcher.host import Agent
-from deepspeed_compress.launcher.host_resources import Slots, job_directory
+from deepspeed_compress.launcher.host_resources import job_directory
 from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.placement import JobOptions, size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
@@ -87,7 +87,7 @@ def _exec(command: list[str]) -> NoReturn:
 
 
 _LOCAL_ONLY = ("127.0.0.1", 0)
-_SERVICE = Service(SUPERVISOR, "agent", FROM_AGENTS)
+_SERVICE = Service(SUPERVISOR, FROM_AGENTS)
 _AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
 
 
@@ -108,6 +108,8 @@ def uses_agent(options: argparse.Namespace) -> bool:
         raise ConfigError("--ranks: is missing; write the number of ranks on each host")
     if options.rendezvous is None and options.hosts > 1:
         raise ConfigError(f"--hosts {options.hosts}: several hosts need an address; write --rendezvous HOST:PORT")
+    if options.rendezvous is None and options.spares:
+        raise ConfigError(f"--spares {options.spares}: spares are hosts; write --rendezvous HOST:PORT, or leave it out")
     return True
 
 
@@ -120,13 +122,13 @@ def _run_agent(options: argparse.Namespace, command: Sequence[str]) -> int:
         _job(options, command[3:]), options.hosts, options.ranks, options.restarts, _seconds(options, "hang"),
         _seconds(options, "wait"),
     )  # fmt: skip
-    grace, slots = _seconds(options, "grace"), _slots(options)
+    grace = _seconds(options, "grace")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     supervisor = Supervisor(job, functools.partial(size_problem, _configuration(options.arguments)), _log)
     # A single host communicates only with itself, so it needs no shared secret.
     credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
     with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
-        return Agent(address, job.id, slots, grace, Workers(command), directory, _log, credentials).run()
+        return Agent(address, job.id, job.ranks, grace, Workers(command), directory, _log, credentials).run()
 
 
 def _seconds(options: argparse.Namespace, name: str) -> float:
@@ -142,20 +144,6 @@ def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
         return os.urandom(6).hex()
     identity = [options.hosts, options.ranks, options.spares, options.restarts, *arguments]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
-
-
-def _slots(options: argparse.Namespace) -> Slots:
-    spares = options.spares if options.rendezvous is None else 0
-    count, visible = options.ranks + spares, os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name for name in visible.split(",") if name]
-    if names and len(names) < count and os.environ.get("DS_ACCELERATOR") != "cpu":
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={visible}: {len(names)} devices are too few for {count} ranks and spares; add "
-            "devices, or lower --ranks or --spares"
-        )
-    if len(names) >= count:
-        return Slots(count, tuple(names))
-    return Slots(count, tuple(map(str, range(count))) if spares else ())
 
 
 def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from deepspeed_compress.config.islands import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.coordinator import client
 from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
@@ -98,10 +97,6 @@ def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) ->
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     rendezvous = options.rendezvous
     try:
-        check_address(rendezvous)
-    except ValueError as error:
-        raise ConfigError(f"HOST:PORT: {error}") from error
-    try:
         return ask(rendezvous)
     except AuthenticationError as error:
         raise ConfigError(str(error)) from error
@@ -110,6 +105,8 @@ def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) ->
             f"no coordinator answers at {rendezvous} ({error}); start one with ds-compress islands serve, or check "
             "whether the port is open"
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"HOST:PORT: {error}") from error
 
 
 def _show(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
@@ -134,7 +131,6 @@ _COLUMNS: Mapping[str, str] = {
     "number": "island",
     "host": "host",
     "address": "host",
-    "slots": "slots",
     "version": "version",
     "waiting": "waiting",
     "weight": "weight",

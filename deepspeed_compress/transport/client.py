@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_compress.transport.channel import Channel, keep_alive
 from deepspeed_compress.transport.connection import DEFAULT_LIMITS, Buffer, Connection, Head, Limits
-from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.credentials import SECRET, SECRET_FILE, Credentials
 from deepspeed_compress.transport.errors import AuthenticationError, ProtocolError
 from deepspeed_compress.transport.handshake import client_steps, follow
 
@@ -78,7 +78,8 @@ def own_address(towards: str) -> str:
 def _explained(error: OSError, address: str, credentials: Credentials) -> OSError:
     if isinstance(error, AuthenticationError):
         return AuthenticationError(
-            f"{address}: {error}. The secret here is from {credentials.secret.source}: {credentials.secret.advice}"
+            f"{address}: {error}. The secret here is from {credentials.secret.source}: give both hosts the same one, "
+            f"by copies of that file (mode 0600), {SECRET} or {SECRET_FILE}"
         )
     if isinstance(error, ssl.SSLEOFError | BrokenPipeError | ConnectionResetError):
         return ProtocolError(f"{address}: {_ENDED}")

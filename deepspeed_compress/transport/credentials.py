@@ -40,15 +40,6 @@ class Secret:
     key: bytes = field(repr=False)
     source: str
 
-    @property
-    def advice(self) -> str:
-        """Return what to do if the other side has another secret."""
-        if self.source == SECRET:
-            return f"set {SECRET} to the same value on both hosts, or unset it to use files"
-        return (
-            f"copy that file to the other host (mode 0600), or set {SECRET} or {SECRET_FILE} to the same secret on both"
-        )
-
 
 def default_file() -> Path:
     """Return the path of this user's secret file, which need not exist."""
@@ -67,7 +58,7 @@ def find_secret(given: Path | None = None) -> Secret:
         given: file that is read instead, if it is not None.
 
     Raises:
-        ConfigError: if the secret is too short, or its file cannot be read or is not private to this user.
+        ConfigError: if the secret is too short, or its file cannot be read, or other users can read it.
     """
     text = os.environ.get(SECRET)
     if text is not None and given is None:
@@ -103,26 +94,17 @@ def _checked(text: str, source: str) -> bytes:
 def _read(file: Path) -> str:
     try:
         with file.open(encoding="utf-8", errors="surrogateescape") as stream:
-            _check_private(os.fstat(stream.fileno()), file)
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            if mode & _OTHER_USERS:
+                raise ConfigError(
+                    f"{file}: other users can access the secret (mode {mode:04o}); run `chmod 600 {file}`"
+                )
             return stream.read(_LONGEST)
     except OSError as error:
         raise ConfigError(
             f"{file}: the secret cannot be read ({error.strerror}); copy the file from the host that has it, or set "
             f"{SECRET} or {SECRET_FILE}"
         ) from error
-
-
-def _check_private(found: os.stat_result, file: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{file}: expected a regular file with the secret; set {SECRET_FILE} to another path")
-    if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{file}: the secret belongs to user {found.st_uid}, not to this user ({os.geteuid()}); copy it to a file "
-            f"of your own, and set {SECRET_FILE} to its path"
-        )
-    if found.st_mode & _OTHER_USERS:
-        mode = stat.S_IMODE(found.st_mode)
-        raise ConfigError(f"{file}: other users can access the secret (mode {mode:04o}); run `chmod 600 {file}`")
 
 
 def _create(file: Path) -> None:

@@ -19,8 +19,6 @@ MEMBERS = Limits(patience=10.0)
 """Limits of what members may send."""
 TICK = 0.1
 """Seconds between ticks of the clock."""
-LATE = 1.0
-"""Seconds between two ticks after which this process itself must have stalled. Pending messages are then read first."""
 FLUSH = 0.5
 """Longest time in seconds that an ending server waits until clients have read their messages."""
 JOIN_TIMEOUT = 30.0
@@ -30,11 +28,15 @@ JOIN_TIMEOUT = 30.0
 class Machine(Protocol):
     """State machine without sockets or a clock, such as `Coordinator`, for `Server` to serve."""
 
+    @property
+    def timeout(self) -> float:
+        """Return the seconds of silence after which the connection to a client that has joined is ended."""
+
     def handle(self, name: str, message: Message, now: float) -> None:
         """Handle `message` of `name`, which fits the table of messages."""
 
-    def disconnect(self, name: str, now: float) -> None:
-        """Handle the end of the connection to `name`."""
+    def disconnect(self, name: str, now: float, why: str) -> None:
+        """Handle the end of the connection to `name`, and its reason."""
 
     def tick(self, now: float) -> None:
         """Handle the time `now`, in seconds of any clock."""
@@ -65,13 +67,11 @@ class Service:
 
     Attributes:
         name: name of the service.
-        member: noun for its clients.
         messages: messages that clients may send.
         requests: kinds of messages that a client may send without joining, such as a command of a user.
     """
 
     name: str
-    member: str
     messages: Messages
     requests: frozenset[str] = frozenset()
 
@@ -185,7 +185,8 @@ class MachineServer:
         credentials: Credentials,
     ) -> None:
         self._machine, self._service, self._file = machine, service, file
-        self._log, self._notices = MembershipLog(report, service.member), RateLimitedLog(report)
+        # Any client that has the secret can be refused as often as it likes.
+        self._notices = RateLimitedLog(report)
         self._transport = Server(service.name, self._attend, host, port, credentials, MEMBERS, log=report)
         self.port = self._transport.port
         self._lock = threading.Lock()
@@ -218,16 +219,12 @@ class MachineServer:
         ready()
 
     def _keep_time(self) -> None:
-        """Tell the machine the time. After a stall of this process, pending messages are handled first."""
-        last = time.monotonic()
+        """Tell the machine the time."""
         try:
             while not self._ended.wait(TICK):
                 with self._lock:
-                    now = time.monotonic()
-                    if now - last < LATE:
-                        self._machine.tick(now)
-                        self._deliver()
-                last = now
+                    self._machine.tick(time.monotonic())
+                    self._deliver()
         except BaseException as error:
             self._broken = error
             self.stop()
@@ -238,11 +235,14 @@ class MachineServer:
         flush_all(queues, FLUSH)
 
     def _attend(self, connection: Connection) -> None:
-        """Serve one connection until it ends. A malformed message ends it."""
+        """Serve one connection until it ends. A malformed message ends it, and silence.
+
+        After a stall of this process, a message that has arrived meanwhile is read before its client counts as silent.
+        """
         client = _ConnectedClient(connection, SendQueue(connection))
-        why = "lost its connection"
+        why = "was silent for longer than `timeout`"
         try:
-            while (head := connection.receive(None if client.name else JOIN_TIMEOUT)) is not None:
+            while (head := connection.receive(self._machine.timeout if client.name else JOIN_TIMEOUT)) is not None:
                 with self._lock:
                     self._handle(client, head)
                 if head["kind"] == "leave":
@@ -271,8 +271,6 @@ class MachineServer:
         if head["kind"] == "beat":
             client.outgoing.put({"kind": "beat"})
         self._machine.handle(client.name, head, now)
-        if head["kind"] == "leave":
-            self._log.record_departure(client.name, "left")
         self._deliver()
 
     def _join(self, client: _ConnectedClient, name: str) -> None:
@@ -290,8 +288,7 @@ class MachineServer:
             # It never joined, or has connected again in the meantime.
             return
         del self._clients[client.name]
-        self._log.record_departure(client.name, why)
-        self._machine.disconnect(client.name, time.monotonic())
+        self._machine.disconnect(client.name, time.monotonic(), why)
         self._deliver()
 
     def _deliver(self) -> None:
@@ -309,62 +306,7 @@ class MachineServer:
         self._written = text
         for name, message in self._machine.take_messages():
             client = self._clients.get(name)
-            self._log.record(name, "" if client is None else client.connection.peer, message)
             if client is not None:
                 client.outgoing.put(message)
-
-
-class MembershipLog:
-    """Log that turns the messages of a coordinator to its islands, or of a supervisor to its agents, into lines.
-
-    Args:
-        report: receives each line.
-        member: noun for a client of the service.
-    """
-
-    def __init__(self, report: Callable[[str], None], member: str) -> None:
-        self._report, self._member = report, member
-        # Any client that has the secret can be refused as often as it likes.
-        self._report_refusal = RateLimitedLog(report)
-        self._connected: dict[str, str] = {}
-        self._round: tuple[int, bool] | None = None
-        self._handlers: Mapping[str, Callable[[str, str, Message], None]] = {
-            "welcome": self._welcome,
-            "refused": self._refused,
-            "unknown": self._unknown,
-            "waiting": self._waiting,
-            "outcome": self._outcome,
-        }
-
-    def record(self, name: str, peer: str, message: Message) -> None:
-        """Log `message` of the coordinator to the island `name`, whose address is `peer`."""
-        handler = self._handlers.get(message["kind"])
-        if handler is not None:
-            handler(name, peer, message)
-
-    def record_departure(self, name: str, why: str) -> None:
-        """Log that the island `name` has left. Only the first reason is logged."""
-        about = self._connected.pop(name, None)
-        if about is not None:
-            self._report(f"{about} {why}; {len(self._connected)} connected")
-
-    def _welcome(self, name: str, peer: str, message: Message) -> None:
-        again = "joined again" if name in self._connected else "joined"
-        self._connected[name] = about = f"{self._member} {message['number']} ({peer})"
-        self._report(f"{about} {again}; {len(self._connected)} connected")
-
-    def _refused(self, name: str, peer: str, message: Message) -> None:
-        self._report_refusal(f"an {self._member} at {peer} was refused: {message['why']}")
-
-    def _unknown(self, name: str, peer: str, message: Message) -> None:
-        self.record_departure(name, "was silent for longer than `timeout`")
-
-    def _waiting(self, name: str, peer: str, message: Message) -> None:
-        self._report(f"{self._connected.get(name, name)} waits: {message['why']}")
-
-    def _outcome(self, name: str, peer: str, message: Message) -> None:
-        """Log the outcome of a round once, although every island receives it."""
-        found = (message["id"], message["committed"])
-        if found != self._round:
-            self._round = found
-            self._report(f"round {message['id']} is {'committed' if message['committed'] else 'void'}")
+                if message["kind"] == "refused":
+                    self._notices(f"a client at {client.connection.peer} was refused: {message['why']}")

@@ -273,17 +273,9 @@ class Server:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening, non-blocking socket. `host` "" listens at all addresses, including IPv6 if available."""
-    if not host:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-    else:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except socket.gaierror as error:
-            raise OSError(f"the host {host!r} to listen at has no address ({error.strerror})") from error
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     listening.setblocking(False)
     return listening
 

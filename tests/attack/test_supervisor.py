@@ -14,11 +14,11 @@ from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, S
 from deepspeed_compress.launcher.placement import JobOptions
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.connection import Connection, Limits, encode
+from deepspeed_compress.transport.connection import Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.machine_server import MachineServer, Service
 from tests.support.coordinators import serving
-from tests.support.hostile import COUNTS, FLOODED, Message, attack_authenticated, attack_unauthenticated, flood
+from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated
 from tests.support.processes import MEGABYTE, resident_memory
 from tests.support.transport import until
 
@@ -32,11 +32,11 @@ PATIENCE = 4.5
 class Agent:
     """An honest agent that sends heartbeats in a thread. `seconds` are the times until each answer."""
 
-    def __init__(self, address: str, name: str = "honest", slots: int = 2) -> None:
+    def __init__(self, address: str, name: str = "honest") -> None:
         self.messages: list[dict[str, Any]] = []
         self.seconds: list[float] = []
         self._connection = connect(address, SUPERVISOR, Credentials.find(), limits=Limits(patience=5.0))
-        self.send("join", name=name, job=JOB, address="10.0.0.1", slots=list(range(slots)), port=1)
+        self.send("join", name=name, job=JOB, address="10.0.0.1", port=1)
         self._end = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._listen)]
         for thread in self._threads:
@@ -77,7 +77,7 @@ class Agent:
 def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Run a supervisor for one host with two ranks, and yield its address."""
     machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
-    service = Service(SUPERVISOR, "agent", FROM_AGENTS)
+    service = Service(SUPERVISOR, FROM_AGENTS)
     server = MachineServer(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
     with serving(server):
         yield f"127.0.0.1:{server.port}"
@@ -86,8 +86,8 @@ def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
 def templates(number: int) -> list[Message]:
     """Return messages of a member of the job if `number` is odd, otherwise of an agent of another job."""
     job = JOB if number % 2 else "another job"
-    join = {"kind": "join", "name": f"hostile{number}", "job": job, "address": "10.0.0.9", "slots": [0], "port": 9}
-    failed = {"kind": "failed", "start": 1, "rank": 0, "slot": 0, "how": "was lost", "code": None, "steps": 9}
+    join = {"kind": "join", "name": f"hostile{number}", "job": job, "address": "10.0.0.9", "port": 9}
+    failed = {"kind": "failed", "start": 1, "rank": 0, "how": "was lost", "permanent": False, "steps": 9}
     return [
         join,
         {"kind": "beat", "start": 1, "silent": 0.5, "steps": 1},
@@ -99,12 +99,12 @@ def templates(number: int) -> list[Message]:
 
 def finish(agent: Agent) -> None:
     """Let a rank fail, and check that the supervisor restarts the job and ends it successfully."""
-    agent.send("failed", start=1, rank=1, slot=1, how="has ended", code=1, steps=3)
+    agent.send("failed", start=1, rank=1, how="has ended", permanent=False, steps=3)
     until(lambda: bool(agent.received("stop")))
     agent.send("stopped", start=1, steps=3, port=5)
     until(lambda: len(agent.received("start")) == 2)
     started = agent.received("start")[1]
-    assert (started["hosts"], started["slots"], started["port"]) == (["10.0.0.1"], [0, 1], 5)
+    assert (started["hosts"], started["port"]) == (["10.0.0.1"], 5)
     agent.send("done", start=2)
     until(lambda: bool(agent.received("over")))
     assert agent.received("over")[0] == {"kind": "over", "code": 0, "why": ""}
@@ -141,38 +141,3 @@ def test_the_name_of_the_job_is_not_revealed_to_other_agents() -> None:
         assert answer == {"kind": "refused", "why": "another job uses this address"}
         there.send({"kind": "status"})
         assert JOB not in json.dumps(there.receive(60))
-
-
-@FLOODED
-@pytest.mark.parametrize("text", ["", "y" * 900_000], ids=["short", "long"])
-def test_a_flooder_that_reads_no_answers_does_not_delay_an_honest_agent(text: str) -> None:
-    with supervised() as address:
-        agent = Agent(address)
-        until(lambda: bool(agent.received("start")))
-        with joined(address, 1) as there:
-            before = resident_memory(os.getpid())
-            assert flood(there, encode({**templates(1)[1], "text": text}), 2.0) > 0
-            assert resident_memory(os.getpid()) < before + 64 * MEGABYTE
-        finish(agent)
-        agent.end()
-    assert max(agent.seconds) < PATIENCE
-
-
-def receive_all(there: Connection) -> None:
-    while there.receive(60) is not None:
-        continue
-
-
-@pytest.mark.parametrize("changed", [{"silent": "soon"}, {"kind": "jion"}], ids=str)
-def test_a_malformed_heartbeat_ends_only_its_connection(changed: dict[str, Any]) -> None:
-    with supervised() as address:
-        agent = Agent(address)
-        until(lambda: bool(agent.received("start")))
-        with joined(address, 1) as there:
-            there.send({**templates(1)[1], **changed})
-            with pytest.raises(ConnectionError):
-                receive_all(there)
-        count = len(agent.received("beat"))
-        until(lambda: len(agent.received("beat")) > count + 5)
-        finish(agent)
-        agent.end()

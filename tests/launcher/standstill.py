@@ -1,6 +1,6 @@
-"""Measure how long a job stops when a rank is killed, and whether its result stays the same, with agents or torchrun.
+"""Measure how long a job stops when a rank is killed, and whether its result stays the same.
 
-python -m tests.launcher.standstill agent torchrun --kills 5
+python -m tests.launcher.standstill agent --kills 5
 python -m tests.launcher.standstill random --kills 100
 python -m tests.launcher.standstill random --kills 30 --stage 1 3 --weights --memory
 python -m tests.launcher.standstill random --kills 30 --pipeline 2 --ranks 4
@@ -9,7 +9,6 @@ python -m tests.launcher.standstill random --kills 30 --pipeline 2 --ranks 4
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.support.agents import PROGRAM, Job, command, kill, records, result, starts, steps, until, write_config
+from tests.support.agents import Job, command, kill, records, result, starts, steps, until, write_config
 
 EVERY = 3
 IN_MEMORY = 2
 BATCH = 12
 WEIGHTS = {"method": "blockwise", "bits": 8, "block_size": 32, "min_numel": 100}
 COLUMNS = "| layout | kills | starts | steps | bits | most steps lost | longest without a step, s |"
-TORCHRUN = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", "torchrun", "--standalone"]
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,16 @@ class Layout:
         return write_config(directory, self.stage, deepspeed_compress=section, **sizes)
 
 
-def job(kind: str, directory: Path, last: int, kills: int, layout: Layout = Layout()) -> list[str]:
+def job(directory: Path, last: int, kills: int, layout: Layout = Layout()) -> list[str]:
     directory.mkdir()
-    config = layout.write(directory)
-    if kind == "torchrun":
-        options = ["--max-restarts", str(kills + 1), "--nproc_per_node", "2", str(PROGRAM), "--deepspeed", str(config)]
-        return [*TORCHRUN, *options, str(directory), str(last)]
+    layout.write(directory)
     return command(directory, "--restarts", str(5 * kills + 5), steps=last, ranks=layout.ranks)
 
 
-def measure(kind: str, directory: Path, kills: int) -> list[float]:
+def measure(directory: Path, kills: int) -> list[float]:
     """Return the seconds from each kill to the first new step."""
     last, found = 10 * (kills + 1), []
-    with Job(job(kind, directory, last, kills), directory.with_suffix(".log"), PAUSE="0.05") as running:
+    with Job(job(directory, last, kills), directory.with_suffix(".log"), PAUSE="0.05") as running:
         for number in range(kills):
             until(partial(beyond, directory, 10 * number + 7), running)
             before, now = steps(directory, 1)[-1]["step"], time.time()
@@ -98,7 +93,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
     """
     last, draws, killed = 4 * kills, random.Random(seed), set[int]()
     environment = {"STAGES": str(layout.pipeline)}
-    with Job(job("agent", directory, last, kills, layout), log_of(directory), PAUSE="0.1", **environment) as running:
+    with Job(job(directory, last, kills, layout), log_of(directory), PAUSE="0.1", **environment) as running:
         while len(killed) < kills and running.process.poll() is None:
             if draws.random() < 0.75:
                 wait_for_steps(directory, layout.ranks, killed, running)
@@ -110,7 +105,7 @@ def draw(layout: Layout, directory: Path, kills: int, seed: int = 0) -> str:
                 killed.add(chosen["pid"])
         assert running.wait(600) == 0, running.log
     undisturbed = directory.with_name(f"{directory.name}_undisturbed")
-    with Job(job("agent", undisturbed, last, 0, layout), log_of(undisturbed), **environment) as running:
+    with Job(job(undisturbed, last, 0, layout), log_of(undisturbed), **environment) as running:
         assert running.wait(600) == 0, running.log
     equal = "equal" if result(directory) == result(undisturbed) else "differ"
     found = (
@@ -156,7 +151,7 @@ def longest(directory: Path) -> float:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="+", choices=["agent", "torchrun", "random"])
+    parser.add_argument("kinds", nargs="+", choices=["agent", "random"])
     parser.add_argument("--kills", type=int, default=5)
     random_kills = parser.add_argument_group("random")
     random_kills.add_argument("--stage", type=int, nargs="+", default=[1])
@@ -176,7 +171,7 @@ def main() -> None:
             if kind == "random":
                 draw_all(options, Path(place))
                 continue
-            found = measure(kind, Path(place) / kind, options.kills)
+            found = measure(Path(place) / kind, options.kills)
             print(kind, f"median {statistics.median(found):.2f} s of", [round(one, 2) for one in found], flush=True)
 
 

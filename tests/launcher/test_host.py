@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.launcher.host import Agent
-from deepspeed_compress.launcher.host_resources import JobDirectory, Slots
+from deepspeed_compress.launcher.host_resources import JobDirectory
 from deepspeed_compress.launcher.workers import Ended
 from deepspeed_compress.transport.credentials import Credentials
 
@@ -58,10 +58,10 @@ def test_a_host_whose_ranks_have_succeeded_stops_when_a_rank_of_another_host_fai
     ranks: Any = Ranks()
     link: Any = Link()
     address, credentials = ("127.0.0.1", 1), Credentials.of_this_process()
-    agent = Agent(address, "job", Slots(2), 1.0, ranks, JobDirectory(tmp_path), print, credentials)
+    agent = Agent(address, "job", 2, 1.0, ranks, JobDirectory(tmp_path), print, credentials)
     agent._link = link
-    rest = {"restart": 0, "world": 4, "hosts": ["127.0.0.1"], "port": 1, "resume": False, "node": 1, "first": 2}
-    link.deliver(agent, "start", slots=[0, 1], **rest)
+    rest = {"restart": 0, "world": 4, "hosts": ["127.0.0.1"], "port": 1, "resume": False, "node": 1}
+    link.deliver(agent, "start", **rest)
     if first == "these":
         ranks.end(0)
         agent._run_once()

@@ -33,7 +33,7 @@ LAST = STEPS - 1
 """Step after which ranks wait until the test has cut all links that it cuts."""
 GOAL = 30.0
 """Longest interruption of a job in seconds, on a machine without other work."""
-LOST = "cannot be reached, after"
+LOST = "cannot be reached: it"
 """What an agent prints when it gives another host up."""
 
 

@@ -1,10 +1,9 @@
-"""The supervisor of a job, without processes: placement of ranks, failures and restarts."""
+"""The supervisor of a job, without processes: placement of hosts, failures and restarts."""
 
 import pytest
 
-from deepspeed_compress.launcher.heartbeat import EXIT_PERMANENT
-from deepspeed_compress.launcher.placement import EQUAL_FAILURES, Host, JobOptions, Placement, place, size_problem
-from deepspeed_compress.launcher.supervisor import LOST_AFTER, Supervisor
+from deepspeed_compress.launcher.placement import JobOptions, place, size_problem
+from deepspeed_compress.launcher.supervisor import Supervisor
 
 
 class Job:
@@ -20,8 +19,12 @@ class Job:
         self.sent: dict[str, list[dict]] = {}
         self.now = 0.0
 
-    def join(self, name: str, slots: int = 2, job: str = "job") -> None:
-        self.say(name, "join", job=job, address=f"10.0.0.{name}", slots=list(range(slots)), port=1000 + int(name))
+    def lose(self, name: str) -> None:
+        self.supervisor.disconnect(name, self.now, "was silent")
+        self.deliver()
+
+    def join(self, name: str, job: str = "job") -> None:
+        self.say(name, "join", job=job, address=f"10.0.0.{name}", port=1000 + int(name))
 
     def say(self, name: str, kind: str, **message) -> None:
         self.supervisor.handle(name, {"kind": kind, **message}, self.now)
@@ -34,16 +37,10 @@ class Job:
     def last(self, name: str) -> dict:
         return self.sent[name][-1]
 
-    def fail(self, name: str, slot: int = 0, steps: int = 0, code: int | None = None) -> None:
-        start = self.last(name)["start"]
-        rank = self.last(name)["first"] + slot
-        how = "was killed by SIGKILL" if code is None else f"exited with code {code}"
-        self.say(name, "failed", start=start, rank=rank, slot=slot, how=how, code=code, steps=steps)
-
-    def fail_alone(self, slot: int = 0, steps: int = 0, code: int | None = 1) -> None:
-        """Fail a rank of the only host, whose other ranks then stop."""
-        self.fail("1", slot, steps, code)
-        self.stopped("1", steps=steps)
+    def fail(self, name: str, steps: int = 0, permanent: bool = False) -> None:
+        start, rank = self.last(name)["start"], 2 * self.last(name)["node"]
+        how = "was killed by SIGKILL"
+        self.say(name, "failed", start=start, rank=rank, how=how, permanent=permanent, steps=steps)
 
     def stopped(self, *names: str, steps: int = 0, **error: object) -> None:
         for name in names:
@@ -75,10 +72,8 @@ def test_a_job_ends_when_all_ranks_are_done():
         "port": 1001,
         "resume": False,
         "node": 0,
-        "first": 0,
-        "slots": [0, 1],
     }
-    assert (job.last("2")["node"], job.last("2")["first"]) == (1, 2)
+    assert job.last("2")["node"] == 1
     job.say("1", "done", start=1)
     assert job.last("1")["kind"] == "start"
     job.say("2", "done", start=1)
@@ -89,7 +84,7 @@ def test_the_first_error_of_all_hosts_is_shown():
     job = Job(hosts=2)
     job.join("1")
     job.join("2")
-    job.fail("2", code=1)
+    job.fail("2")
     job.stopped("2", error="rank 3 failed: gloo timed out", error_time=9.0)
     job.stopped("1", error="rank 0 failed:\nURLError", error_time=7.0)
     assert [line for line in job.log if "first error" in line] == [
@@ -135,30 +130,17 @@ def test_a_spare_host_replaces_a_lost_one():
     for name in "123":
         job.join(name)
     assert "3" not in job.sent
-    job.supervisor.disconnect("1", job.now)
-    job.deliver()
+    job.lose("1")
     job.stopped("2")
     assert (job.last("3")["node"], job.last("2")["node"]) == (0, 1)
     assert job.last("2")["hosts"] == ["10.0.0.3", "10.0.0.2"]
-
-
-def test_a_silent_host_is_lost():
-    job = Job(hosts=2)
-    job.join("1")
-    job.join("2")
-    job.pass_time(LOST_AFTER + 2, "1")
-    assert job.last("1")["kind"] == "stop"
-    assert "host 10.0.0.2 cannot be reached, after 0 steps" in job.log
-    job.say("2", "beat", start=1, silent=None, steps=0)
-    assert job.last("2") == {"kind": "unknown"}
 
 
 def test_fewer_ranks_restart_if_the_batch_allows_it():
     job = Job(hosts=2, size_problem=lambda ranks: "" if ranks == 2 else "no")
     job.join("1")
     job.join("2")
-    job.supervisor.disconnect("2", job.now)
-    job.deliver()
+    job.lose("2")
     job.stopped("1")
     assert (job.last("1")["world"], job.last("1")["hosts"]) == (2, ["10.0.0.1"])
 
@@ -167,18 +149,16 @@ def test_the_job_waits_for_a_spare_if_fewer_ranks_cannot_train():
     job = Job(hosts=2, size_problem=lambda ranks: "12 is not divisible")
     job.join("1")
     job.join("2")
-    job.supervisor.disconnect("2", job.now)
-    job.deliver()
+    job.lose("2")
     job.stopped("1")
     assert job.last("1")["kind"] == "stop"
     job.join("3")
     assert job.last("3")["node"] == 1
-    job.supervisor.disconnect("3", job.now)
-    job.deliver()
+    job.lose("3")
     job.stopped("1")
     job.pass_time(70, "1")
     assert (job.last("1")["kind"], job.last("1")["code"]) == ("over", 1)
-    assert "only 2 of 4 ranks have a slot" in job.last("1")["why"]
+    assert "only 1 of 2 hosts are there" in job.last("1")["why"]
     assert "12 is not divisible" in job.last("1")["why"]
 
 
@@ -186,7 +166,7 @@ def test_the_first_start_waits_for_all_hosts():
     job = Job(hosts=2)
     job.join("1")
     job.pass_time(70, "1")
-    assert job.last("1")["why"] == "after 60 s (--wait), only 2 of 4 ranks have a slot"
+    assert job.last("1")["why"] == "after 60 s (--wait), only 1 of 2 hosts are there"
 
 
 def test_a_job_hangs_if_no_rank_sends_heartbeats():
@@ -236,11 +216,11 @@ def test_a_host_that_was_lost_when_the_job_ended_learns_of_it_when_it_rejoins(en
         job.say("1", "end", number=15)
     if end == "done":
         job.say("1", "done", start=1)
-    job.pass_time(LOST_AFTER + 2)
+    job.lose("1")
     job.join("2")
     message = job.last("2")
     assert (message["kind"], message["code"]) == ("over", {"asked for": 143, "out of restarts": 1, "done": 0}[end])
-    assert ("cannot be reached" in message["why"]) == (end == "out of restarts")
+    assert ("cannot be reached: it was silent" in message["why"]) == (end == "out of restarts")
 
 
 def test_agents_of_another_job_are_refused():
@@ -250,105 +230,29 @@ def test_agents_of_another_job_are_refused():
     assert job.last("9") == {"kind": "refused", "why": "another job uses this address"}
 
 
-def test_a_slot_that_keeps_failing_before_the_first_step_is_dropped():
-    job = Job(restarts=9)
-    job.join("1", slots=3)
-    for steps in (0, 0, 5, 0, 0, 0):
-        assert job.last("1")["slots"] == [0, 1]
-        job.fail("1", slot=1, steps=steps)
-        job.stopped("1", steps=steps)
-    assert job.last("1")["slots"] == [0, 2]
-    for _ in range(3):
-        job.fail("1", slot=0)
-        job.stopped("1")
-    assert job.last("1")["slots"] == [2], "fewer ranks can train, so the job continues with them"
-
-
-def test_a_failing_slot_is_kept_if_its_rank_fits_nowhere_else():
-    job = Job(restarts=9, size_problem=lambda ranks: "no")
-    job.join("1")
-    for _ in range(5):
-        job.fail("1", slot=1)
-        job.stopped("1")
-    assert job.last("1")["slots"] == [0, 1]
-
-
-def test_equal_failures_without_a_new_step_end_the_job():
-    """Any rank may be the first to report an error of all ranks."""
-    job = Job(restarts=9)
-    job.join("1")
-    for slot in (0, 1, 1):
-        assert job.last("1")["kind"] == "start"
-        job.fail_alone(slot, steps=7)
-    assert (job.last("1")["kind"], job.last("1")["code"]) == ("over", 1)
-    assert job.last("1")["why"] == (
-        "rank 1 on 10.0.0.1 exited with code 1, like 3 starts in a row without a new step; a restart cannot help; see "
-        "the output above"
-    )
-
-
-@pytest.mark.parametrize(
-    "failures",
-    [
-        [(7, None), (7, None), (7, None), (7, None)],
-        [(7, 1), (7, 1), (7, None), (7, 1), (7, 1)],
-        [(7, 1), (7, 1), (7, 3), (7, 1), (7, 1)],
-        [(7, 1), (7, 1), (8, 1), (8, 1)],
-        [(7, 1), (8, 1), (9, 1), (10, 1)],
-    ],
-    ids=["by signals", "a signal in between", "another exit code", "a new step", "new steps"],
-)
-def test_failures_that_differ_use_restarts(failures):
-    job = Job(restarts=9)
-    job.join("1")
-    for steps, code in failures:
-        job.fail_alone(steps=steps, code=code)
-        assert job.last("1")["kind"] == "start"
-
-
-def test_a_rank_that_raises_because_another_was_killed_uses_restarts():
-    """Either rank may be reported first."""
+@pytest.mark.parametrize(("spares", "dropped"), [(1, True), (0, False)])
+def test_a_host_that_keeps_failing_before_the_first_step_is_replaced_by_a_spare(spares, dropped):
     job = Job(hosts=2, restarts=9)
-    job.join("1")
-    job.join("2")
-    for _ in range(4):
-        start = job.last("2")["start"]
-        job.fail("1", steps=7, code=1)
-        job.say("2", "failed", start=start, rank=2, slot=0, how="was ended by SIGKILL", code=None, steps=7)
-        job.stopped("1", "2", steps=7)
-        assert job.last("1")["kind"] == "start"
-
-
-HOSTS = [Host(name, (0, 1, 2, 3)) for name in "abc"]
+    for number in range(2 + spares):
+        job.join(str(number + 1))
+    for steps in (0, 0, 5, 0, 0, 0):
+        assert job.last("2")["hosts"] == ["10.0.0.1", "10.0.0.2"]
+        job.fail("2", steps=steps)
+        job.stopped("1", "2", steps=steps)
+    assert (job.last("1")["hosts"] == ["10.0.0.1", "10.0.0.3"]) == dropped
+    assert job.last("1")["kind"] == "start"
 
 
 def test_hosts_keep_their_node_ranks():
-    former = place(HOSTS, 2, 4, lambda ranks: True)
-    assert former is not None
-    assert [host.name for host in former.hosts] == ["a", "b"]
-    assert former.first_rank(1) == 4
-    after = place(HOSTS[1:], 2, 4, lambda ranks: True, former)
-    assert after is not None
-    assert [host.name for host in after.hosts] == ["c", "b"]
+    assert place("abc", 2, lambda count: True) == ("a", "b")
+    assert place("bc", 2, lambda count: True, ("a", "b")) == ("c", "b")
 
 
 @pytest.mark.parametrize(
-    ("slots", "fits", "shape"),
-    [
-        ([4, 4], {8}, (2, 4)),
-        ([4, 3], set(), None),
-        ([4, 3], {4, 6}, (2, 3)),
-        ([4, 3], {4}, (2, 2)),
-        ([4], {2}, (1, 2)),
-        ([4, 1], {4, 2}, (1, 4)),
-        ([], {1}, None),
-    ],
+    ("hosts", "fits", "count"), [("abcd", {1, 2}, 3), ("ab", {1, 2}, 2), ("ab", {1}, 1), ("a", {2}, 0), ("", {1}, 0)]
 )
-def test_the_largest_placement_that_fits_is_chosen(slots, fits, shape):
-    hosts = [Host(str(number), tuple(range(count))) for number, count in enumerate(slots)]
-    found = place(hosts, 2, 4, fits.__contains__)
-    assert shape == (found and (len(found.hosts), len(found.hosts[0].slots)))
-    assert isinstance(found, Placement | None)
+def test_the_most_hosts_that_fit_are_chosen(hosts, fits, count):
+    assert len(place(hosts, 3, fits.__contains__)) == count
 
 
 @pytest.mark.parametrize(
@@ -383,52 +287,7 @@ def test_only_ranks_that_divide_the_batch_can_train(config, ranks, reason):
 def test_a_configuration_error_ends_the_job_without_a_restart() -> None:
     job = Job(restarts=10)
     job.join("1")
-    job.fail_alone(code=EXIT_PERMANENT)
+    job.fail("1", permanent=True)
+    job.stopped("1")
     assert job.last("1")["kind"] == "over"
     assert "a restart cannot help" in job.last("1")["why"]
-    assert "starts in a row" not in job.last("1")["why"]
-
-
-def test_equal_failures_before_the_first_step_end_the_job_if_no_slot_is_left():
-    job = Job(restarts=9, size_problem=lambda ranks: "no")
-    job.join("1")
-    for _ in range(EQUAL_FAILURES):
-        job.fail_alone(slot=1)
-    assert job.last("1")["kind"] == "over"
-
-
-def test_failing_slots_are_dropped_before_the_job_ends():
-    job = Job(restarts=9)
-    job.join("1", slots=3)
-    for slots in ([0, 1], [0, 2]):
-        for _ in range(3):
-            assert job.last("1")["slots"] == slots
-            job.fail_alone(slot=slots[1])
-    assert job.last("1")["slots"] == [0], "fewer ranks can train, so the job continues with them"
-    for _ in range(3):
-        assert job.last("1")["kind"] == "start"
-        job.fail_alone()
-    assert job.last("1")["kind"] == "over"
-
-
-def test_counting_of_equal_failures_restarts_when_hosts_change():
-    job = Job(hosts=2, restarts=9)
-    job.join("1")
-    job.join("2")
-
-    def fail():
-        job.fail("1", steps=7, code=1)
-        job.stopped("1", "2", steps=7)
-
-    fail()
-    fail()
-    job.join("3")
-    fail()
-    assert job.last("1")["kind"] == "start"
-    job.supervisor.disconnect("3", job.now)
-    fail()
-    assert job.last("1")["kind"] == "start"
-    fail()
-    assert job.last("1")["kind"] == "start"
-    fail()
-    assert job.last("1")["kind"] == "over"

@@ -323,7 +323,7 @@ def test_an_island_that_cannot_reach_the_coordinator_raises(address: str) -> Non
     at_once(*(island.exchange.start for island in islands))
     islands[1].end()
     with pytest.raises(
-        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be connected"
+        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands are needed"
     ):
         islands[0].train(1)
 
@@ -365,16 +365,9 @@ def test_a_restarted_coordinator_continues(tmp_path: Any) -> None:
 @pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
 def test_the_outer_momentum_is_served_only_with_nesterov(address: str, outer: str, sent: set[str]) -> None:
     island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
-    found, again = island.exchange.shared_anchor.copy(1), island.exchange.shared_anchor.copy(1)
+    found = island.exchange.shared_anchor.copy(1)
     assert found is not None
-    assert again is not None
     assert found[2].keys() == sent
-    # There is one copy for all islands that request a version, and another one for the next version.
-    assert found[2] is again[2]
-    island.train(1)
-    newer = island.exchange.shared_anchor.copy(2)
-    assert newer is not None
-    assert newer[2] is not found[2]
     island.end()
 
 

@@ -24,8 +24,11 @@ class CoordinatorHarness:
         self.coordinator = Coordinator(saved or Saved(), came_back)
         self.minimum, self.now = minimum, 0.0
         self.messages: dict[str, list[Mapping[str, Any]]] = {}
+        self.heard: dict[str, float] = {}
+        """Time of the last message of each island. A server ends the connections of silent ones."""
 
     def say(self, name: str, kind: str, **fields: Any) -> None:
+        self.heard[name] = self.now
         self.coordinator.handle(name, {"kind": kind, **fields}, self.now)
         self.deliver()
 
@@ -35,7 +38,7 @@ class CoordinatorHarness:
 
     def lose(self, *names: str) -> None:
         for name in names:
-            self.coordinator.disconnect(name, self.now)
+            self.coordinator.disconnect(name, self.now, "lost its connection")
             self.deliver()
 
     def wait(self, seconds: float, *alive: str) -> None:
@@ -44,6 +47,7 @@ class CoordinatorHarness:
             self.now += 0.5
             for name in alive:
                 self.say(name, "beat")
+            self.lose(*(one for one in self.coordinator.membership.connected if self.heard[one] < self.now - TIMEOUT))
             self.coordinator.tick(self.now)
             self.deliver()
 

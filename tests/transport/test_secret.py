@@ -74,13 +74,6 @@ def test_a_short_secret_is_refused_in_a_file_and_a_variable(
         find_secret()
 
 
-def test_a_file_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_FILE, str(write(home / "file")))
-    monkeypatch.setattr("os.geteuid", lambda: 12345)
-    with pytest.raises(ConfigError, match=r"belongs to user \d+, not to this user \(12345\)"):
-        find_secret()
-
-
 def test_a_named_file_that_is_missing_is_not_created(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_FILE, str(home / "missing"))
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -364,11 +364,6 @@ def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
         connected(server, member)
 
 
-def test_a_host_without_an_address_is_named() -> None:
-    with pytest.raises(OSError, match=r"the host 'no host' to listen at has no address"):
-        Server(SERVICE, lambda connection: None, "no host", 0, CREDENTIALS)
-
-
 def test_a_connection_survives_a_receive_timeout() -> None:
     with serving() as server, connected(server) as there:
         assert there.receive(0.05) is None

@@ -41,7 +41,7 @@ from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights, parse_section
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands, stay_apart
+from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.session.engine import EngineDescription
@@ -132,8 +132,6 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     session = Session(_describe(engine, config, island, parameters), patches, saving)
     destroy_with_engine(engine, _made_groups(session), patches)
-    if island is not None:
-        patches.on_undo(partial(stay_apart, engine, island))
     _attach_difference_weights(engine, session)
     if session.losses is not None:
         follow_losses(engine, session.losses, patches)
@@ -272,7 +270,7 @@ def detach(engine: Any) -> Any:
 
     Raises:
         ConfigError: nothing is attached.
-        UnsupportedError: `engine` is not an engine, or its model is sharded within nodes.
+        UnsupportedError: `engine` is not an engine, or its model is sharded within nodes, or it is an island of a job.
         SeamError: other code has wrapped a method since. Nothing is changed.
     """
     _check_type(engine)
@@ -283,6 +281,11 @@ def detach(engine: Any) -> Any:
         raise UnsupportedError(
             f"{NodeUnit.pointer}: DeepSpeed alone would not average gradients over the nodes, so the engine cannot be "
             'detached; destroy it, or write "gradients": {"method": "none"} to train uncompressed'
+        )
+    if session.config.islands is not None and session.config.islands.elastic is None:
+        raise UnsupportedError(
+            "/deepspeed_compress/islands: DeepSpeed alone would save the files of all islands in one place, so the "
+            "engine cannot be detached; destroy it"
         )
     session.patches.undo()
     return engine

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from deepspeed_compress.local_sgd.coordinator.membership import Membership, absent_holders, too_few, too_few_loaded
+from deepspeed_compress.local_sgd.coordinator.membership import Membership, absent_holders, too_few
 from deepspeed_compress.local_sgd.coordinator.messages import Claim
 from deepspeed_compress.local_sgd.coordinator.records import Island
 from deepspeed_compress.transport.messages import Fields
@@ -93,13 +93,11 @@ class AnchorRequests:
         """Tell the island `name` why it waits for an anchor, unless it was told already."""
         membership, absent = self._membership, self._membership.required_absent()
         island = membership.connected[name]
-        if claims and claims < membership.minimum:
-            why = too_few_loaded(membership.minimum, claims, absent)
-        else:
-            why = absent_holders(absent) if absent else too_few(membership.minimum, membership.numbers())
+        count = claims or len(membership.connected)
+        why = absent_holders(absent) if absent else too_few(membership.minimum, count)
         if island.last_reason != why:
             island.last_reason = why
-            membership.send(name, {"kind": "waiting", "why": why})
+            membership.explain(name, why)
 
     def _can_begin(self) -> bool:
         """Return True if the run may begin with an island's own weights: no island that has not left has others."""

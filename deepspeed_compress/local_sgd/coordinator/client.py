@@ -208,7 +208,7 @@ class CoordinatorClient:
         self._reason = f"it cannot be reached ({error or type(error).__name__})"
         if self.run is None and isinstance(error, AuthenticationError | OtherServiceError | ValueError):
             with self._change:
-                self._refusal = f"{self._address}: {_ADVICE.get(getattr(error, 'service', ''), error)}"
+                self._refusal = f"{self._address}: {error}"
                 self._change.notify_all()
 
     def _receive_messages(self, connection: Connection) -> None:
@@ -242,8 +242,6 @@ class CoordinatorClient:
                 )
             elif kind == "waiting":
                 self._reason = message["why"]
-            elif kind == "unknown":
-                self._send_join()
             elif self._pending is not None and kind in _ANSWERS[self._pending["kind"]]:
                 self._answer = message
                 # Here, because the next round may open before the caller has received the answer.
@@ -282,12 +280,3 @@ def _status_after(address: str, service: str, *requests: Message) -> dict[str, A
     if answer is None:
         raise TimeoutError(f"no answer for {STATUS_TIMEOUT:g} s")
     return {key: value for key, value in answer.items() if key != "kind"}
-
-
-_ADVICE: Mapping[str, str] = {
-    "parameter server": (
-        'the server is a parameter server, and this island exchanges in rounds; write "parameter_server": {}, or '
-        "name a coordinator"
-    )
-}
-"""Advice for an island that has found another service, by the name of that service."""

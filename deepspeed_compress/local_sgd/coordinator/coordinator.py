@@ -63,19 +63,20 @@ class Coordinator:
     Args:
         saved: the state.
         came_back: True if `saved` is from an earlier process.
+        log: receives log lines.
 
     Attributes:
         membership: the islands of the run.
     """
 
-    def __init__(self, saved: Saved, came_back: bool = False) -> None:
+    def __init__(self, saved: Saved, came_back: bool = False, log: Callable[[str], None] = ignore) -> None:
         self.saved = saved
-        self.membership = Membership(saved, came_back)
+        self.membership = Membership(saved, came_back, log)
         self._rounds = Rounds(self.membership)
         self._anchor_requests = AnchorRequests(self.membership)
         self._handlers: Mapping[str, Callable[[str, Any, float], None]] = {
             "join": self.membership.join,
-            "beat": self._beat,
+            "beat": lambda *_: None,
             "ready": self._ready,
             "claim": self._anchor_requests.claim,
             "arrive": self._rounds.arrive,
@@ -101,33 +102,29 @@ class Coordinator:
         """
         request = FROM_ISLANDS.read(message)
         self._check_versions(request)
-        island = self.membership.connected.get(name)
-        if island is not None:
-            island.last_message = now
-        elif message["kind"] not in ("join", "forget"):
-            # It was lost in the meantime, and has to join again.
-            self.membership.send(name, {"kind": "unknown"})
+        if name not in self.membership.connected and message["kind"] not in ("join", "forget"):
+            # It was refused, or has left.
             return
         self._handlers[message["kind"]](name, request, now)
         self._settle(now)
 
-    def disconnect(self, name: str, now: float) -> None:
-        """Handle the end of the connection to `name`."""
+    @property
+    def timeout(self) -> float:
+        """Return the seconds of silence after which an island is lost."""
+        return self.membership.timeout
+
+    def disconnect(self, name: str, now: float, why: str) -> None:
+        """Handle the end of the connection to `name`, and its reason."""
         island = self.membership.connected.pop(name, None)
         if island is not None:
+            self.membership.log(f"{island.title} {why}; {len(self.membership.connected)} connected")
             self.membership.known.lose(island.number, now)
             self._rounds.abandon(name)
             self._settle(now)
 
     def tick(self, now: float) -> None:
-        """Handle the time. Islands that were silent for longer than `timeout` are lost."""
-        limit = now - self.membership.timeout
-        silent = [name for name, one in self.membership.connected.items() if one.last_message < limit]
-        for name in silent:
-            self.membership.send(name, {"kind": "unknown"})
-            self.disconnect(name, now)
+        """Handle the time."""
         self._settle(now)
-        self._rounds.report_missing_votes(now)
 
     def status(self, now: float) -> dict[str, Any]:
         """Return a summary for users: the run, its newest version, and the islands that are connected or missing."""
@@ -137,7 +134,6 @@ class Coordinator:
                 "host": one.host,
                 "version": one.version,
                 "waiting": one.arrived is not None,
-                "silent": round(now - one.last_message, 1),
             }
             for one in sorted(self.membership.connected.values(), key=lambda one: one.number)
         ]
@@ -167,15 +163,12 @@ class Coordinator:
             newest = self.saved.next_round - 1
             raise ValueError(f"version {version} belongs to no round (allowed: up to {newest})")
 
-    def _beat(self, name: str, beat: Fields, now: float) -> None:
-        """Do nothing: `handle` has recorded the time of the message."""
-
     def _ready(self, name: str, ready: Ready, now: float) -> None:
         self.membership.set_version(self.membership.connected[name], ready.version)
 
     def _leave(self, name: str, leave: Fields, now: float) -> None:
         self.membership.known.remove([self.membership.connected[name].number])
-        self.disconnect(name, now)
+        self.disconnect(name, now, "left")
 
     def _forget(self, name: str, forget: Forget, now: float) -> None:
         """Remove the named islands, except connected ones."""
@@ -240,6 +233,6 @@ def island_server(
 ) -> MachineServer:
     """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
     saved = file.read() if file is not None else None
-    machine = Coordinator(saved or Saved(), came_back=saved is not None)
-    service = Service(COORDINATOR, "island", FROM_ISLANDS, frozenset({"forget"}))
+    machine = Coordinator(saved or Saved(), saved is not None, report)
+    service = Service(COORDINATOR, FROM_ISLANDS, frozenset({"forget"}))
     return MachineServer(service, machine, file, host, port, report, Credentials.find())

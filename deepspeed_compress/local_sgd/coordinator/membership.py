@@ -5,16 +5,14 @@ anchor of an absent island stays valid until it leaves, a user removes it, or it
 cut off for longer ends itself.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.local_sgd.coordinator.messages import Join, Message
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
 
-_SHOWN = 20
-"""Most islands that a reason names."""
-_DIFFERENCES, _LONGEST = 10, 200
-"""Most differences between terms that a reason names, and most characters of each name and value."""
+_LONGEST = 1000
+"""Most characters of names and values in a reason."""
 
 
 class KnownIslands:
@@ -113,14 +111,15 @@ class Membership:
     Args:
         saved: the state that outlives the coordinator.
         came_back: True if `saved` is from an earlier process.
+        log: receives log lines.
 
     Attributes:
         connected: the connected islands, by the name of their process.
         known: the islands that hold an anchor and have not left, whether connected or not.
     """
 
-    def __init__(self, saved: Saved, came_back: bool) -> None:
-        self.saved = saved
+    def __init__(self, saved: Saved, came_back: bool, log: Callable[[str], None]) -> None:
+        self.saved, self.log = saved, log
         self.known = KnownIslands(saved, came_back)
         self.connected: dict[str, Island] = {}
         self._outbox: list[tuple[str, Message]] = []
@@ -142,6 +141,11 @@ class Membership:
         """Queue `message` for the island `name`."""
         self._outbox.append((name, message))
 
+    def explain(self, name: str, why: str) -> None:
+        """Tell the connected island `name`, and the log, why it waits."""
+        self.log(f"{self.connected[name].title} waits: {why}")
+        self.send(name, {"kind": "waiting", "why": why})
+
     def take_messages(self) -> list[tuple[str, Message]]:
         """Remove and return the queued messages, in order, each with the name of its island."""
         messages, self._outbox = self._outbox, []
@@ -160,9 +164,10 @@ class Membership:
             number = earlier.number
         elif number is None:
             number, self.saved.next_number = self.saved.next_number, self.saved.next_number + 1
-        self.connected[name] = island = Island.from_join(join, number, now)
+        self.connected[name] = island = Island.from_join(join, number)
         island.arrived = None if earlier is None else earlier.arrived
         self.set_version(island, join.version)
+        self.log(f"{island.title} joined; {len(self.connected)} connected")
         self.send(name, {"kind": "welcome", "run": self.saved.run, "number": number})
 
     def set_version(self, island: Island, version: int) -> None:
@@ -232,47 +237,21 @@ class Membership:
         return text or None
 
 
-# Reasons for which islands wait or are refused, with the names of islands and what to do.
+# Reasons for which islands wait or are refused.
 
 
-def names_of(islands: Mapping[int, str]) -> str:
-    """Return the names of `islands`, hosts by number: "island 0 (a) and island 2 (b)"."""
-    names = [f"island {number} ({host})" if host else f"island {number}" for number, host in islands.items()]
-    shown = [*names[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
-    return " and ".join([*([", ".join(shown[:-1])] if shown[:-1] else []), *shown[-1:]])
-
-
-def too_few(minimum: int, connected: Collection[int]) -> str:
-    """Return the reason that fewer than `minimum` islands are connected."""
-    names = f" ({names_of(dict.fromkeys(sorted(connected), ''))})" if connected else ""
-    return (
-        f"at least {minimum} islands must be connected (minimum), and {len(connected)} {_is(len(connected))}{names}; "
-        f"start {max(1, minimum - len(connected))} more"
-    )
-
-
-def too_few_loaded(minimum: int, claims: int, absent: Mapping[int, Holder]) -> str:
-    """Return the reason that fewer than `minimum` islands have loaded a checkpoint."""
-    missing = f"; missing: {_names(absent)}" if absent else ""
-    return f"at least {minimum} islands must load a checkpoint (minimum), and {claims} {_has(claims)}{missing}"
+def too_few(minimum: int, count: int) -> str:
+    """Return the reason that only `count` islands are connected or have loaded a checkpoint."""
+    return f"at least {minimum} islands are needed (minimum), and there are {count}"
 
 
 def absent_holders(absent: Mapping[int, Holder]) -> str:
-    """Return the reason that no connected island has the anchors that the `absent` islands hold."""
-    numbers, count = " ".join(map(str, absent)), len(absent)
+    """Return the reason that the `absent` islands have the newest weights, or may have them."""
+    names = ", ".join(f"island {number} ({one.host or 'unknown host'})" for number, one in absent.items())
     return (
-        f"{_names(absent)} {_has(count)} the newest weights of this run, {_has(count)} not left it, and {_is(count)} "
-        f"not connected; start {_them(count)} again from a checkpoint, or continue without {_them(count)}: "
-        f"ds-compress islands forget HOST:PORT {numbers}"
-    )
-
-
-def not_returned(missing: Collection[int], members: int) -> str:
-    """Return the reason that too few islands of the last round have returned to a coordinator."""
-    return (
-        f"since the coordinator was restarted, {members - len(missing)} of the {members} islands of the last exchange "
-        f"have returned; missing: {names_of(dict.fromkeys(missing, ''))}. Start them again, or continue without them: "
-        f"ds-compress islands forget HOST:PORT {' '.join(map(str, missing))}"
+        f"{names[:_LONGEST]}: not connected, but may have the newest weights of this run, and not left it; start these "
+        "islands again from a checkpoint, or continue without them: ds-compress islands forget HOST:PORT "
+        f"{' '.join(map(str, absent))[:_LONGEST]}"
     )
 
 
@@ -288,28 +267,5 @@ def older_state(join: Join, saved: Saved) -> str:
 def different_terms(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Return a description of the terms in which an island differs from the others; "" if there are none."""
     different = [key for key in dict.fromkeys([*own, *theirs]) if own.get(key) != theirs.get(key)]
-    return "; ".join(
-        f"{key[:_LONGEST]} is {repr(own.get(key))[:_LONGEST]}, that of the others {repr(theirs.get(key))[:_LONGEST]}"
-        for key in different[:_DIFFERENCES]
-    )
-
-
-def votes_missing(round_: int, late: str) -> str:
-    """Return the reason that the outcome of a round is open."""
-    return f"the exchange of round {round_} has not ended for {late}"
-
-
-def _names(absent: Mapping[int, Holder]) -> str:
-    return names_of({number: one.host for number, one in absent.items()})
-
-
-def _is(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
-def _has(count: int) -> str:
-    return "has" if count == 1 else "have"
-
-
-def _them(count: int) -> str:
-    return "it" if count == 1 else "them"
+    text = "; ".join(f"{key} is {own.get(key)!r}, that of the others {theirs.get(key)!r}" for key in different)
+    return text[:_LONGEST]

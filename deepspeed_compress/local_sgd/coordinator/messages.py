@@ -192,7 +192,6 @@ FROM_COORDINATOR = Messages(
         "outcome": Outcome,
         "over": Fields,
         "open": Fields,
-        "unknown": Fields,
         "beat": Fields,
     }
 )

@@ -88,7 +88,6 @@ class Island:
         addresses: "host:port" at which each of its ranks serves its anchor.
         process: identifier of its process; "" if a process may hold several islands.
         patience: seconds of absence after which the others may continue from an older anchor.
-        last_message: time of its last message.
         version: version of its anchor; 0 for none.
         arrived: number of samples with which it waits for a round; None if it does not wait for one.
         waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
@@ -103,7 +102,6 @@ class Island:
     addresses: list[str]
     process: str
     patience: float
-    last_message: float
     version: int = 0
     arrived: int | None = None
     waits: str = ""
@@ -113,17 +111,22 @@ class Island:
     last_reason: str = ""
 
     @classmethod
-    def from_join(cls, join: Join, number: int, now: float) -> "Island":
+    def from_join(cls, join: Join, number: int) -> "Island":
         """Return the island `number` that sent `join`."""
         timeout = float(join.terms.get("timeout", 1.0))
         # Half: the islands that wait for it then outlast it, although they wait no longer than it would.
         patience = PATIENCE * timeout if join.give_up is None else max(timeout, join.give_up / 2)
-        return cls(number, join.store, list(join.addresses), join.process, patience, now)
+        return cls(number, join.store, list(join.addresses), join.process, patience)
 
     @property
     def host(self) -> str:
         """Return the host of the island's first rank."""
         return self.store.rpartition(":")[0]
+
+    @property
+    def title(self) -> str:
+        """Return the number and the host, for log lines."""
+        return f"island {self.number} ({self.host})"
 
     def wait(self, kind: str, now: float) -> None:
         """Wait for an anchor, by a message of `kind`."""
@@ -139,9 +142,7 @@ class RunningRound:
     Attributes:
         round: the round.
         votes: vote of each island by name; None until it has voted.
-        reported: time of the last report to the islands that have voted on the ones that have not.
     """
 
     round: Round
     votes: dict[str, bool | None]
-    reported: float

@@ -1,19 +1,10 @@
 """Rounds of exchange as a coordinator sees them: opening, participants, votes, and commitment."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from deepspeed_compress.local_sgd.coordinator.membership import (
-    Membership,
-    names_of,
-    not_returned,
-    too_few,
-    votes_missing,
-)
+from deepspeed_compress.local_sgd.coordinator.membership import Membership, absent_holders, too_few
 from deepspeed_compress.local_sgd.coordinator.messages import Arrive, Outcome, Partner, Round, Vote, as_message
 from deepspeed_compress.local_sgd.coordinator.records import Island, RunningRound
-
-TRIES = 2
-"""Void rounds in a row after which islands are left out in turn: a link between two may be broken."""
 
 
 class Rounds:
@@ -23,7 +14,6 @@ class Rounds:
         self._membership = membership
         self.running: RunningRound | None = None
         self._deadline: float | None = None
-        self._void_rounds = self._turn = 0
 
     def arrive(self, name: str, request: Arrive, now: float) -> None:
         """Handle the request of the island `name` to exchange."""
@@ -61,10 +51,8 @@ class Rounds:
         if running is None:
             return
         if any(vote is False for vote in running.votes.values()):
-            self._void_rounds += 1
             self._end(running, committed=False)
         elif all(running.votes.values()):
-            self._void_rounds = 0
             self._end(running, committed=True)
 
     def close(self, now: float) -> None:
@@ -83,23 +71,11 @@ class Rounds:
         obstacle = self._find_obstacle(arrived)
         if obstacle is None:
             self._deadline = None
-            self._begin(dict(self._choose(arrived)), now)
+            self._begin(arrived)
         elif now >= self._deadline:
             self._deadline = now + self._membership.timeout
             for name in arrived:
-                self._membership.send(name, {"kind": "waiting", "why": obstacle})
-
-    def report_missing_votes(self, now: float) -> None:
-        """Tell the islands that have voted, every `timeout`, which ones have not."""
-        running, connected = self.running, self._membership.connected
-        if running is None or now - running.reported < self._membership.timeout:
-            return
-        running.reported = now
-        missing = {connected[name].number: connected[name].host for name, ok in running.votes.items() if ok is None}
-        for name, ok in running.votes.items():
-            if ok is not None:
-                why = votes_missing(running.round.id, names_of(missing))
-                self._membership.send(name, {"kind": "waiting", "why": why})
+                self._membership.explain(name, obstacle)
 
     def _open(self, name: str, now: float) -> None:
         if self._deadline is None:
@@ -112,49 +88,34 @@ class Rounds:
         """Return why the islands that have arrived cannot exchange yet; None if they can."""
         known, minimum = self._membership.known, self._membership.minimum
         if not known.has_majority():
-            return not_returned(known.missing, len(self._membership.saved.members))
+            return absent_holders(self._membership.required_absent())
         if len(arrived) < minimum:
-            return too_few(minimum, {one.number for one in arrived.values()})
+            return too_few(minimum, len(arrived))
         return None
 
-    def _choose(self, arrived: Mapping[str, Island]) -> Iterator[tuple[str, Island]]:
-        """Yield the islands that take part; the others continue without the round.
-
-        After void rounds one island is left out, each in turn, as long as more than two remain.
-        """
-        names, left_out = sorted(arrived, key=lambda name: arrived[name].number), None
-        if self._void_rounds >= TRIES and len(names) > max(2, self._membership.minimum):
-            left_out = names[self._turn % len(names)]
-            self._turn += 1
-        for name in names:
-            if name == left_out:
-                arrived[name].arrived = None
-                self._membership.send(name, {"kind": "over"})
-            else:
-                yield name, arrived[name]
-
-    def _begin(self, chosen: Mapping[str, Island], now: float) -> None:
+    def _begin(self, arrived: Mapping[str, Island]) -> None:
         saved, newest = self._membership.saved, self._membership.newest()
-        if all(one.version != newest for one in chosen.values()):
+        if all(one.version != newest for one in arrived.values()):
             # No island could apply their common result to the newest anchor.
-            for name, one in chosen.items():
+            for name, one in arrived.items():
                 one.arrived = None
                 self._membership.send(name, {"kind": "over"})
             return
         partners = [
             Partner(number=one.number, samples=one.arrived or 0, version=one.version, store=one.store)
-            for one in chosen.values()
+            for one in sorted(arrived.values(), key=lambda one: one.number)
         ]
         id_ = saved.next_round
         saved.next_round += 1
         round_ = Round(id=id_, base=newest, fresh=f"{saved.run}/{id_}", partners=partners)
-        self.running = RunningRound(round_, dict.fromkeys(chosen), now)
-        for name, one in chosen.items():
+        self.running = RunningRound(round_, dict.fromkeys(arrived))
+        for name, one in arrived.items():
             one.arrived = None
             self._membership.send(name, as_message("round", round_))
 
     def _end(self, running: RunningRound, committed: bool) -> None:
         membership = self._membership
+        membership.log(f"round {running.round.id} is {'committed' if committed else 'void'}")
         self.running = None
         if committed:
             membership.saved.commit(running.round)

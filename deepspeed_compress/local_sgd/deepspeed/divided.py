@@ -25,7 +25,6 @@ from deepspeed_compress.checkpointing.deepspeed.participants import (
     LoadRequest,
     Participant,
     SaveRequest,
-    attach_participants,
 )
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.collectives.objects import gather_objects
@@ -41,7 +40,6 @@ from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
 from deepspeed_compress.local_sgd.deepspeed.state_files import ISLAND, ExchangeFiles, check_tag, first_file, tag_of_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
 from deepspeed_compress.safe_files import write_text
-from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import result_on_all
 
@@ -84,44 +82,6 @@ def attach_islands(engine: Any, unit: IslandUnit, session: Session) -> Participa
     position = Position(unit.number, unit.count, unit.place, len(unit.ranks))
     session.join_islands(exchange)
     return _Files(unit, exchange, ExchangeFiles(engine, session.config, stores, position))
-
-
-def stay_apart(engine: Any, unit: IslandUnit) -> None:
-    """Keep the data and files of this island apart after `detach`, for as long as `engine` exists.
-
-    Its groups are still those of an island, whose files others must not overwrite.
-    """
-    patches = Patches()
-    divide_data(engine, unit, patches)
-    attach_participants(engine, [_Directory(unit)], patches)
-
-
-@dataclass(frozen=True)
-class _Directory(Participant):
-    """Participant that saves and loads in the island's own directory, without any exchange."""
-
-    unit: IslandUnit
-
-    @contextmanager
-    def saving(self, request: SaveRequest) -> Iterator[SaveRequest]:
-        check_tag(request.tag)
-        yield replace(request, directory=self._own(request.directory))
-
-    @contextmanager
-    def loading(self, request: LoadRequest) -> Iterator[LoadRequest]:
-        if not request.directory:
-            yield request
-            return
-        tag = request.tag
-        if tag is None:
-            # DeepSpeed writes `latest` only on the first rank of the job.
-            tag = CheckpointDirectory(_base(request.directory)).latest_tag()
-        else:
-            check_tag(tag)
-        yield replace(request, directory=self._own(request.directory), tag=tag)
-
-    def _own(self, directory: str | Path) -> str:
-        return str(_directory(_base(directory), self.unit.number))
 
 
 def _end(exchange: "weakref.ref[FixedExchange]") -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint, held_data, named_untrained
@@ -27,12 +26,7 @@ from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
-from deepspeed_compress.local_sgd.deepspeed.replicated import (
-    SharedLayers,
-    check_equal_blocks,
-    check_tied,
-    divide_replicated,
-)
+from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers, check_tied, divide_replicated
 from deepspeed_compress.local_sgd.moments import SecondMoment, SecondMoments
 
 _OWN = "/deepspeed_compress/islands/own"
@@ -64,12 +58,9 @@ def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layer
     """
     trained = find_master_weights(engine)
     master_weights, shared = _without_own(settings.own, trained, parameters)
-    moments = find_second_moments(engine, settings, master_weights, layers.whole)
-    if layers.stages > 1:
-        check_tied(layers, has_moments=moments is not None)
-    if layers.tensor > 1 and moments is not None:
-        check_equal_blocks(master_weights, parameters, layers)
+    moments = find_second_moments(engine, settings, master_weights)
     if layers.hold_copies:
+        _check_copies(layers, has_moments=moments is not None)
         master_weights = divide_replicated(master_weights, parameters, layers)
     names = {*chain(*gather_objects([one.parameter for one in trained.slices], layers.whole))}
     untrained = [one for name, one in named_untrained(engine, names) if not _matches(settings.own, name)]
@@ -134,16 +125,25 @@ _KEY = "exp_avg_sq"
 """Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
 
 
-def find_second_moments(
-    engine: Any, settings: Islands, master_weights: FlatMasterWeights, island: ProcessGroup | None
-) -> SecondMoments | None:
-    """Return the second moments of everything that this rank steps; None if islands do not exchange them.
-
-    Collective in `island`, some of whose pipeline stages may step nothing with Adam.
+def _check_copies(layers: SharedLayers, has_moments: bool) -> None:
+    """Check islands whose ranks share layers, or are stages of a pipeline. Collective in the island.
 
     Raises:
-        UnsupportedError: the optimizer is not of the Adam family, or keeps some of its moments elsewhere. If its
-            parameter groups are the reason, all ranks of the island raise it.
+        UnsupportedError: they exchange second moments, whose blocks may differ between copies, or have tied weights.
+    """
+    if has_moments:
+        raise UnsupportedError(
+            f"{_MOMENTS}: cannot be exchanged with tensor parallelism or pipelines (allowed with them: null); write "
+            '"second_moments": null'
+        )
+    check_tied(layers)
+
+
+def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMasterWeights) -> SecondMoments | None:
+    """Return the second moments of everything that this rank steps; None if islands do not exchange them.
+
+    Raises:
+        UnsupportedError: the optimizer is not of the Adam family, or keeps some of its moments elsewhere.
     """
     if settings.second_moments is None:
         return None
@@ -154,30 +154,27 @@ def find_second_moments(
             'with it: 1.0); write that, or "second_moments": null'
         )
     optimizer = engine.basic_optimizer
-    group = _group_of_adam(optimizer, island)
+    group = _group_of_adam(optimizer)
     found = _OptimizerStates(optimizer, group, _stepped_by_adam(engine, master_weights))
     return SecondMoments(found.moments, settings.second_moments.block_size, master_weights.device)
 
 
-def _group_of_adam(optimizer: Any, island: ProcessGroup | None) -> Mapping[str, Any]:
-    """Return one parameter group with second moments, which stands for all of them; an empty one if there is none.
-
-    Collective in `island`.
+def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
+    """Return one parameter group with second moments, which stands for all of them.
 
     Raises:
-        UnsupportedError: on all ranks, the groups of the island have unequal betas, or none, or use amsgrad.
+        UnsupportedError: the groups have unequal betas, or none, or use amsgrad.
     """
-    groups = [group for group in optimizer.param_groups if not group.get("use_muon")]
-    own = [(group.get("betas") and tuple(group["betas"]), bool(group.get("amsgrad"))) for group in groups]
-    every = {one for rank in gather_objects(own, island) for one in rank}
-    betas, amsgrad = {one for one, _ in every}, any(used for _, used in every)
+    groups: list[Mapping[str, Any]] = [group for group in optimizer.param_groups if not group.get("use_muon")]
+    betas = {group.get("betas") and tuple(group["betas"]) for group in groups}
+    amsgrad = any(group.get("amsgrad") for group in groups)
     if None in betas or len(betas) != 1 or amsgrad:
         raise UnsupportedError(
             f"{_MOMENTS}: {type(optimizer).__name__} has betas {sorted(map(str, betas))} and amsgrad {amsgrad} "
             "(allowed: the family of Adam, with equal betas for all parameters and without amsgrad); write "
             '"second_moments": null, or such an optimizer'
         )
-    return groups[0] if groups else {}
+    return groups[0]
 
 
 def _stepped_by_adam(engine: Any, master_weights: FlatMasterWeights) -> Sequence[MasterSlice]:

@@ -4,13 +4,12 @@ Schedules count steps, so an island that joins late advances its own schedule by
 Then both have the same rates, unless their programs or configurations differ; a warning then shows both.
 """
 
-import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.errors import CompressWarning
 
 _POINTER = "/deepspeed_compress/islands"
 
@@ -59,30 +58,16 @@ class LearningRates:
         """Advance the schedule to the step of the other islands, which published `metadata`.
 
         Raises:
-            UnsupportedError: the schedule is stepped by a metric (ReduceLROnPlateau), and the others are ahead.
+            TypeError: the others are ahead, and the schedule is stepped by a metric (ReduceLROnPlateau).
         """
         ahead, scheduler = int(metadata.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
         is_level = ahead >= self.ahead
         if scheduler is not None:
-            if ahead > self.ahead and _needs_metric(scheduler):
-                raise UnsupportedError(
-                    f"{_POINTER}/elastic: the schedule {type(scheduler).__name__} is stepped by a metric, so an island "
-                    "that joins late cannot follow the others (allowed: a schedule of steps); write one"
-                )
             _step(scheduler, ahead - self.ahead)
         self.ahead = max(self.ahead, ahead)
         if "rates" in metadata and is_level:
             warn_of_unequal_rates(rates_of(self._engine), metadata["rates"], "the others")
         self.update_snapshot()
-
-
-def _needs_metric(scheduler: Any) -> bool:
-    """Return True if `scheduler` is stepped with an argument."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(
-        parameter.kind in positional and parameter.default is inspect.Parameter.empty for parameter in parameters
-    )
 
 
 def _step(scheduler: Any, times: int) -> None:

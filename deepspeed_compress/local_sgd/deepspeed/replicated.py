@@ -76,42 +76,17 @@ def divide_replicated(
     return replace(master_weights, slices=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish)
 
 
-def check_tied(unit: SharedLayers, has_moments: bool) -> None:
+def check_tied(unit: SharedLayers) -> None:
     """Check that weights tied between pipeline stages, if there are any, can be exchanged. Collective in the island.
 
     Raises:
-        UnsupportedError: the stages are divided further, so that copies of one name differ, or there are second
-            moments, whose blocks may differ between the copies.
+        UnsupportedError: the stages are divided further, so that copies of one name differ.
     """
     tied = sorted({*chain(*gather_objects(unit.copies, unit.whole))})
-    for found, place, why, instead in (
-        (unit.tensor > 1, "elastic", f"{unit.tensor} tensor-parallel ranks", "one of the two, or untied weights"),
-        (has_moments, "second_moments", "second moments", '"second_moments": null, or untie the weights'),
-    ):
-        if tied and found:
-            raise UnsupportedError(
-                f"/deepspeed_compress/islands/{place}: {tied[0]} is tied between pipeline stages, which cannot be "
-                f"combined with {why} (allowed: without); write {instead}"
-            )
-
-
-def check_equal_blocks(master_weights: FlatMasterWeights, parameters: Parameters, unit: SharedLayers) -> None:
-    """Check that ranks that share layers divide their replicated weights at the same places. Collective in the island.
-
-    Each of these ranks exchanges second moments, whose blocks would otherwise differ.
-
-    Raises:
-        UnsupportedError: they do not.
-    """
-    cuts = [
-        (one.parameter, one.begin, one.numel) for one in master_weights.stepped if one.parameter in parameters.excluded
-    ]
-    every = gather_objects(cuts, unit.whole)
-    if any(one != every[place - place % unit.tensor] for place, one in enumerate(every)):
+    if tied and unit.tensor > 1:
         raise UnsupportedError(
-            "/deepspeed_compress/islands/second_moments: the tensor ranks hold unequal parts of layers, so they "
-            "cut replicated weights at different places (allowed: heads and widths divisible by them); write "
-            '"second_moments": null, or another number of tensor ranks'
+            f"/deepspeed_compress/islands/elastic: {tied[0]} is tied between pipeline stages, which cannot be combined "
+            f"with {unit.tensor} tensor-parallel ranks (allowed: one of the two); write untied weights"
         )
 
 

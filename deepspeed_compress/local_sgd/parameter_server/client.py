@@ -110,7 +110,7 @@ class PushClient:
         except (OSError, ValueError) as error:
             hopeless = isinstance(error, AuthenticationError | OtherServiceError | ValueError)
             if hopeless and not self._has_answered:
-                raise ConfigError(f"{_KEY}: {_advice(error)}") from error
+                raise ConfigError(f"{_KEY}: {error}") from error
             if not self._closed and time.monotonic() < deadline:
                 return None
             raise IslandError(
@@ -133,12 +133,3 @@ class PushClient:
     def _open_connection(self, timeout: float, patience: float) -> Connection:
         limits = Limits(body=LARGEST_BODY, patience=patience)
         return connect(self._address, PARAMETER_SERVER, self._credentials, timeout, limits, self._timeout)
-
-
-def _advice(error: OSError | ValueError) -> str:
-    if isinstance(error, OtherServiceError) and error.service == "coordinator":
-        return (
-            "the server is a coordinator of rounds, and this island is asynchronous; start the server with "
-            "--parameter-server"
-        )
-    return f"{error}"

@@ -103,13 +103,6 @@ class Records(Fields):
         records = validated(cls, found, "the records")
         for layout in records.layouts:
             check_slices(layout, records.shapes)
-        islands = records.islands
-        if any(not 0 <= number < records.next_number for number in islands):
-            raise ValueError(f"islands have numbers from {records.next_number} on")
-        if any(island.version > records.version or island.samples > records.samples for island in islands.values()):
-            raise ValueError("an island is ahead of the anchor")
-        if records.terms is None and (records.version or islands):
-            raise ValueError("there are islands, and no terms")
         ranks = Terms.read(records.terms).ranks if records.version and records.terms else 0
         if len(records.layouts) != ranks:
             raise ValueError(f"there are layouts of {len(records.layouts)} places (expected: {ranks})")

@@ -59,8 +59,8 @@ def test_status_prints_a_readable_table(tmp_path: Path, capsys: pytest.CaptureFi
         client.leave()
     about, titles, _, row = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip())
     assert about.startswith(f"run {client.run}, version 0, round none")
-    assert re.split(r"\s{2,}", titles) == ["island", "host", "version", "waiting", "last seen (s)"]
-    assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+\d+\.\d", row)
+    assert re.split(r"\s{2,}", titles) == ["island", "host", "version", "waiting"]
+    assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False", row)
 
 
 def test_the_command_listens_only_locally_by_default(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_a_state_file_is_refused(tmp_path: Path, capsys: pyte
     ("address", "text"),
     [
         ("here", "is not an address"),
-        ("127.0.0.1:70000", "a port from 1 to 65535)"),
+        ("127.0.0.1:70000", "is not an address"),
         ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"),
         ("127.0.0.1:1", "refused"),
     ],
@@ -166,8 +166,7 @@ def test_status_names_the_secret_to_copy(
         monkeypatch.setenv(SECRET, "another secret than the server")
         assert main(["islands", "status", address]) == 1
     error = capsys.readouterr().err
-    assert f"has a different secret. The secret here is from {SECRET}: set {SECRET} to the same value" in error
-    assert "copy that file" not in error
+    assert f"has a different secret. The secret here is from {SECRET}: give both hosts the same one" in error
 
 
 def test_both_sides_require_certificates(

@@ -561,21 +561,6 @@ def test_an_island_without_checkpoint_or_anchor_joins_the_others_later(tmp_path:
     assert third[0] == []
 
 
-def saved_together(rank: int, job: Job, marks: Path) -> str:
-    engine = start(job)
-    if rank:
-        wait_for(marks, "done0")
-    text = refusal(StateError, engine.save_checkpoint, str(marks))
-    end_together(engine, rank, marks)
-    return text
-
-
-def test_two_islands_cannot_save_in_one_directory(tmp_path: Path) -> None:
-    first, second = run_apart(2, saved_together, Job(1), tmp_path)
-    assert first == ""
-    assert f" saves in {tmp_path}, and this is island " in second
-
-
 def patience(rank: int) -> timedelta:
     """Return how long the ranks of an island wait for the first one."""
     dist.init_process_group("gloo")

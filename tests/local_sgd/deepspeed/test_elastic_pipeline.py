@@ -24,7 +24,7 @@ from deepspeed_compress.models import Layout, build_parallel
 from tests.support.coordinators import become_island, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.island_jobs import SGD, Exchanges, run_apart, section, watch_exchanges
-from tests.support.jobs import BATCH, MUON, WIDTH, Job, data, make_engine, run, start, weights
+from tests.support.jobs import BATCH, WIDTH, Job, data, make_engine, run, start, weights
 from tests.support.resuming import save_and_resume
 from tests.support.tensor_islands import TENSOR, VOCABULARY
 
@@ -96,13 +96,12 @@ def divided_apart(rank: int, job: Job) -> tuple[Exchanges, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second_moments", [None, {}])
-def test_a_pipeline_whose_stages_are_split(second_moments: Any) -> None:
+def test_a_pipeline_whose_stages_are_split() -> None:
     """All ranks that hold a weight have the same value after every exchange, and so have islands."""
     size = TENSOR * STAGES
     parallelism = {"tensor": TENSOR, "pipeline": STAGES}
     job = Job(1, steps=60, section={"parallelism": parallelism})
-    seen = run_apart(2, divided_apart, job, size=size, second_moments=second_moments)
+    seen = run_apart(2, divided_apart, job, size=size)
     for (one, _), (other, _) in zip(seen[:size], seen[size:], strict=True):
         versions = one.after.keys() & other.after.keys()
         assert versions
@@ -185,16 +184,15 @@ def refused(rank: int, job: Job) -> str:
     return "not refused"
 
 
-def test_tied_weights_with_second_moments_are_refused() -> None:
-    """On all stages. Without ties, second moments are exchanged."""
+def test_second_moments_are_refused() -> None:
     for text in run_apart(1, refused, Job(1, stages=STAGES), size=STAGES, minimum=1, second_moments={}):
-        assert f"/deepspeed_compress/islands/second_moments: {TIED} is tied between pipeline stages" in text
+        assert "/deepspeed_compress/islands/second_moments: cannot be exchanged with tensor parallelism or" in text
 
 
-def checked(rank: int, has_moments: bool) -> str:
+def checked(rank: int) -> str:
     deepspeed.init_distributed("gloo")
     try:
-        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()), has_moments)
+        check_tied(SharedLayers(2, range(4), None, 2, {"embedding"} if rank > 1 else frozenset()))
     except UnsupportedError as error:
         return str(error)
     return "not refused"
@@ -202,7 +200,7 @@ def checked(rank: int, has_moments: bool) -> str:
 
 def test_tied_weights_with_tensor_parallelism_are_refused() -> None:
     """On all ranks, also on those that hold no copy."""
-    for text in run_forks(4, checked, False):
+    for text in run_forks(4, checked):
         assert text.startswith("/deepspeed_compress/islands/elastic: embedding is tied between pipeline stages")
 
 
@@ -267,23 +265,6 @@ def loaded_by(rank: int, job: Job) -> bool:
 def test_all_stages_get_a_data_loader() -> None:
     """As from DeepSpeed, although the stage in the middle reads nothing."""
     assert run_apart(1, loaded_by, Job(1), size=3, minimum=1) == [True] * 3
-
-
-def with_matrices_alone(rank: int, job: Job) -> Exchanges:
-    """Train an island whose last stage has matrices only, until two exchanges are over."""
-    deepspeed.init_distributed("gloo")
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)]
-    engine = make_engine(PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss()), job.config())
-    return train_for(2, engine, job)
-
-
-@SAMPLED
-def test_second_moments_of_a_stage_that_adam_does_not_step() -> None:
-    """Muon steps all of that stage. The other stages exchange theirs."""
-    job = Job(0, extra=MUON, steps=60)
-    first, second, third, fourth = run_apart(2, with_matrices_alone, job, size=STAGES, second_moments={}, **PLAIN)
-    first.check_means(third)
-    second.check_means(fourth)
 
 
 def refused_topology(rank: int, job: Job) -> str:
