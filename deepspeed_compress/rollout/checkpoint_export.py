@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
 from deepspeed_compress.rollout.hf_delta import (
-    Checksum,
-    Encoding,
     find_directories,
     read_checkpoint,
-    read_version,
     version_directory,
     write_delta,
     write_full,
@@ -33,46 +30,32 @@ _COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 class CheckpointExporter:
     """Follower of a store that writes each version as a directory `weight_v000012`, with the names of a checkpoint.
 
-    A version is full if it has a full copy in the store, or if the version before was not written; others contain
-    changes. What the store has deleted is deleted here too. One process, on any host, does this for all ranks. It holds
-    two copies of the model in host memory, and for a moment a third one of packed experts.
+    A version is full if it has a full copy in the store, or if this process has not written the version before; others
+    contain changes. What the store has deleted is deleted here too. One process, on any host, does this for all ranks.
+    It holds two copies of the model in host memory, and for a moment a third one of packed experts.
 
     Args:
         store: the store that is published to.
         directory: directory for the versions, which the hosts of engines share.
         model: directory of the checkpoint that the engines were started with. Full versions get its other files, its
             distribution of tensors over files, and its tensors that are not published.
-        encoding: kind of changes.
-        checksum: kind of checksums.
 
     Raises:
-        RolloutError: what is in one of the directories is damaged.
+        RolloutError: the checkpoint has no weights.
         UnsupportedError: the checkpoint is quantized.
-
-    Attributes:
-        version: number of the newest written version; 0 before the first one.
 
     Examples:
         >>> exporter = CheckpointExporter(DirectoryStore("/shared/policy"), Path("/shared/hf"), Path("/models/base"))
         >>> exporter.update()
     """
 
-    def __init__(
-        self,
-        store: Store,
-        directory: Path,
-        model: Path,
-        encoding: Encoding = "xor",
-        checksum: Checksum = "xxh3-128",
-    ) -> None:
+    def __init__(self, store: Store, directory: Path, model: Path) -> None:
         self._store, self._directory, self._model = store, directory, model
-        self._encoding, self._checksum = encoding, checksum
         self._names = CheckpointNames(_read_config(model))
         self._weights, self._files = read_checkpoint(model)
         directory.mkdir(parents=True, exist_ok=True)
-        self.version = max(find_directories(directory), default=0)
-        if self.version:
-            self._weights = read_version(directory, base=model)
+        self._written = 0
+        """Number of the last version that this process has written, of which it holds the weights."""
         self._manifest: Manifest | None = None
 
     def update(self) -> list[int]:
@@ -82,14 +65,11 @@ class CheckpointExporter:
             The numbers of the written versions.
 
         Raises:
-            RolloutError: a version cannot be reached, the store has older versions than the directory, or another
-                process has written to that.
+            RolloutError: a version cannot be reached, or the store has older versions than the directory.
             OSError: the store cannot be read, or the directory cannot be written.
         """
         with locked(self._directory):
             versions, newest = find_versions(self._store), max(find_directories(self._directory), default=0)
-            if newest != self.version:
-                raise RolloutError(f"another process has written version {newest} to {self._directory}: end it")
             if versions and versions[-1] < newest:
                 raise RolloutError(
                     f"{self._directory} has version {newest}, but the store ends at {versions[-1]}: use the directory "
@@ -100,8 +80,8 @@ class CheckpointExporter:
                 new = new[-1:]
             for version in new:
                 self._write(version)
-            for version in find_directories(self._directory):
-                if versions and version < min(versions[0], self.version):
+            for version in find_directories(self._directory)[:-1]:
+                if versions and version < versions[0]:
                     shutil.rmtree(version_directory(self._directory, version))
             return new
 
@@ -109,16 +89,16 @@ class CheckpointExporter:
         is_full, weights = self._receive(version)
         changed: Sequence[str] = ()
         with completing(version_directory(self._directory, version)) as scratch:
-            if is_full or version != self.version + 1:
+            if is_full or version != self._written + 1:
                 self._keep(weights, weights)
                 files = {name: self._files.get(name, max(self._files.values())) for name in self._weights}
                 _copy_others(self._model, scratch)
-                write_full(scratch, self._weights, files, self._checksum)
+                write_full(scratch, self._weights, files)
             else:
-                changed = write_delta(scratch, version, self._weights, weights, self._encoding, self._checksum)
+                changed = write_delta(scratch, version, self._weights, weights)
         # Until now, a version that cannot be written is tried again as a change of the one before.
         self._keep(weights, changed)
-        self.version = version
+        self._written = version
 
     def _receive(self, version: int) -> tuple[bool, Mapping[str, Tensor]]:
         """Return if the store has a full copy of a version, and its weights under the names of a checkpoint."""

@@ -184,23 +184,14 @@ def export_rollout(options: argparse.Namespace) -> int:
 
 
 def _exporter(options: argparse.Namespace) -> Any:
-    """Return the exporter of weights or, without a model, of adapters.
-
-    Raises:
-        ConfigError: an option has no effect on adapters.
-    """
+    """Return the exporter of weights or, without a model, of adapters."""
     from deepspeed_compress.rollout import open_store
     from deepspeed_compress.rollout.adapter_export import AdapterExporter
     from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
 
     store = open_store(options.store)
-    encoding, checksum = options.encoding, options.checksum
     if options.model is not None:
-        return CheckpointExporter(store, options.directory, options.model, encoding or "xor", checksum or "xxh3-128")
-    if encoding or checksum:
-        raise ConfigError(
-            "--encoding and --checksum: have no effect on adapters; leave them out, or write --model, too"
-        )
+        return CheckpointExporter(store, options.directory, options.model)
     return AdapterExporter(store, options.directory)
 
 

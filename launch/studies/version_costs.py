@@ -111,7 +111,7 @@ def xor(trainer: "Trainer", rate: float, directory: str) -> tuple[float, float]:
     trainer.step(rate)
     with TemporaryDirectory(dir=directory) as place:
         begin = time.perf_counter()
-        write_delta(Path(place), 1, old, trainer.weights(), "xor", "xxh3-128")
+        write_delta(Path(place), 1, old, trainer.weights())
         seconds = time.perf_counter() - begin
         return sum(file.stat().st_size for file in Path(place).iterdir()) / 1e6, seconds
 
