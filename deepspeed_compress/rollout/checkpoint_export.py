@@ -17,7 +17,7 @@ from deepspeed_compress.rollout.hf_delta import (
     write_delta,
     write_full,
 )
-from deepspeed_compress.rollout.holder import make_module
+from deepspeed_compress.rollout.module_weights import make_module
 from deepspeed_compress.rollout.receiver import Receiver
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest

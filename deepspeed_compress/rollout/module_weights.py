@@ -1,4 +1,4 @@
-"""Parameters of a receiving module, to which slices of a version are applied."""
+"""Parameters of a receiving module, to which slices of a version are applied, and modules that have nothing else."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,8 @@ from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.changes import apply
 from deepspeed_compress.rollout.parts import EncodedSlice, SliceDigest, values_digest
-from deepspeed_compress.rollout.versions import Manifest, model_digest
+from deepspeed_compress.rollout.store import Store
+from deepspeed_compress.rollout.versions import Dtype, Manifest, find_versions, model_digest, read_manifest
 
 
 class ModuleWeights:
@@ -122,3 +123,32 @@ def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ..
     missing = [name for name, own in parameters.items() if own.numel() and id(own) not in published]
     if missing:
         raise RolloutError(f"the module has parameters that are not published: {', '.join(missing[:3])}")
+
+
+def make_holder(store: Store) -> nn.Module:
+    """Return a module on the CPU with the names, shapes and type of the newest version in `store`, for a `Receiver`.
+
+    Its values are zero until the receiver updates it.
+
+    Raises:
+        RolloutError: nothing has been published.
+    """
+    versions = find_versions(store)
+    if not versions:
+        raise RolloutError("nothing has been published yet: publish the initial weights first")
+    manifest = read_manifest(store, max(versions))
+    return make_module(manifest.tensors, manifest.dtype)
+
+
+def make_module(tensors: Mapping[str, tuple[int, ...]], dtype: Dtype) -> nn.Module:
+    """Return a module on the CPU with parameters of these names and shapes, whose values are zero."""
+    root = nn.Module()
+    for name, shape in tensors.items():
+        parent = root
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=DTYPES[dtype]), requires_grad=False))
+    return root

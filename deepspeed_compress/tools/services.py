@@ -155,8 +155,8 @@ def serve_rollout(options: argparse.Namespace) -> int:
         ConfigError: the secret or the TLS files cannot be used.
     """
     # Only this server needs torch.
+    from deepspeed_compress.rollout.served_store import StoreServer
     from deepspeed_compress.rollout.store import DirectoryStore
-    from deepspeed_compress.rollout.store_server import StoreServer
 
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     credentials = Credentials(find_secret(options.secret_file), find_tls())

@@ -17,7 +17,7 @@ import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Receiver, open_store
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
 from tests.support.forks import run_forks
 from tests.support.jobs import weights

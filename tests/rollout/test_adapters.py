@@ -17,7 +17,7 @@ from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedErro
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.adapter_export import AdapterExporter
 from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from deepspeed_compress.rollout.versions import read_manifest
 from tests.support.forks import run_forks
 

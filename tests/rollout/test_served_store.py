@@ -15,8 +15,7 @@ from torch import nn
 
 from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver, open_store
-from deepspeed_compress.rollout.served_store import ServedStore
-from deepspeed_compress.rollout.store_server import LIMITS, STORE, StoreServer
+from deepspeed_compress.rollout.served_store import LIMITS, STORE, ServedStore, StoreServer
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, Limits, encode
 from deepspeed_compress.transport.credentials import Credentials, Secret, Tls
@@ -138,7 +137,7 @@ def test_a_body_that_breaks_off_is_not_stored(server: StoreServer, store: Served
 
 
 def test_an_idle_connection_is_closed_and_its_client_connects_again(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("deepspeed_compress.rollout.store_server._IDLE", 0.1)
+    monkeypatch.setattr("deepspeed_compress.rollout.served_store._IDLE", 0.1)
     with serve(tmp_path) as server, client(server.port, attempts=1) as store:
         store.put("a", b"1")
         until(lambda: not server._server.connections)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from deepspeed_compress.rollout.vllm import LocalEngine, ServedEngine, follow_weights, load_version
 from deepspeed_compress.rollout.vllm_adapters import ServedAdapters
 
