@@ -170,24 +170,6 @@ def test_frozen_parameters_of_zero_3(tmp_path: Path) -> None:
         assert loaded == saved
 
 
-def load_warned(rank: int, job: Job, directory: str) -> list[str]:
-    engine = start(job)
-    with caught_warnings() as texts:
-        engine.load_checkpoint(directory)
-    return texts
-
-
-def test_another_batch_size_causes_a_warning(tmp_path: Path) -> None:
-    job = Job(2, NONE)
-    run_forks(4, save, job, 4, str(tmp_path))
-    first, second = run_forks(2, load_warned, replace(job, accumulation=1), str(tmp_path))
-    assert len(first) == 1
-    assert "/train_batch_size: 6 on 2 ranks" in first[0]
-    assert "saved with 12 on 4" in first[0]
-    assert '"gradient_accumulation_steps": 2' in first[0]
-    assert second == []
-
-
 def test_a_missing_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     job = Job(2, NONE)
     run_forks(4, save, job, 4, str(tmp_path))
