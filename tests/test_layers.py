@@ -89,7 +89,7 @@ TABLE = {
     "launcher.workers": allow(),
     "checkpointing": allow("errors launcher.heartbeat safe_files", "torch"),
     "checkpointing.memory_copies": allow("checkpointing errors safe_files transport", "pydantic"),
-    "checkpointing.completeness": allow("errors safe_files"),
+    "checkpointing.completeness": allow("errors safe_files", "pydantic"),
     "checkpointing.directory": allow("checkpointing.completeness errors safe_files"),
     "monitor": allow("config errors safe_files", "torch"),
     "policy": allow("choice_names config errors monitor"),

@@ -189,7 +189,7 @@ class _Taker:
 
     def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
         _MESSAGES.read(head)
-        listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
+        listed = FileList(**{key: value for key, value in head["list"].items() if key != "sha256"})
         if sum(size for size, _ in listed.files.values()) != left:
             raise StateError(f"the files have {left} bytes, but the list says otherwise")
         if head["tag"] in (".", "..") or Path(head["tag"]).name != head["tag"]:
