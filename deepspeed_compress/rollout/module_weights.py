@@ -45,7 +45,7 @@ class ModuleWeights:
         held = self._published(place)
         changed = apply(one.payload, held)
         if held.data_ptr() != place.data_ptr():
-            place.copy_((held if held.dtype is place.dtype else _widened(held)).view(place.shape))
+            place.copy_(held.view(place.shape))
         if changed is None or one.slice.rows == 1:
             return None if changed is None else changed + one.slice.start
         row, column = np.divmod(changed, place.shape[1])
@@ -81,27 +81,7 @@ class ModuleWeights:
 
     def _published(self, place: Tensor) -> Tensor:
         """Return the values, flat, in the published type on the CPU: those of `place` itself if it is so, or a copy."""
-        if self._dtype is not torch.float32 and place.dtype is not self._dtype:
-            place = _narrowed(place.float(), self._dtype)
         return place.to("cpu", self._dtype).reshape(-1)
-
-
-def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 values that are exact in `dtype`. The conversion of torch would change the bits of NaNs."""
-    bits = wide.contiguous().view(torch.int32)
-    if dtype is torch.bfloat16:
-        return (bits >> 16).to(torch.int16).view(dtype)
-    nans = (bits >> 16 & -0x8000 | 0x7C00 | bits >> 13 & 0x3FF).to(torch.int16)
-    return torch.where(wide.isnan(), nans, wide.to(dtype).view(torch.int16)).view(dtype)
-
-
-def _widened(values: Tensor) -> Tensor:
-    """Return fp16 values in fp32, and others as given. The conversion of torch would change the bits of NaNs."""
-    if values.dtype is not torch.float16:
-        return values
-    bits = values.view(torch.int16).to(torch.int32)
-    nans = (bits & -0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
-    return torch.where(values.isnan(), nans, values.float().view(torch.int32)).view(torch.float32)
 
 
 def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
