@@ -40,14 +40,6 @@ def _check_engine(trainer: Trainer) -> None:
             f"DeepSpeedEngine, got {type(model).__name__}. On the CPU, write TrainingArguments(use_cpu=True) and do "
             "not set ACCELERATE_USE_CPU or --cpu, which make Accelerate ignore DeepSpeed"
         )
-    if trainer.accelerator.deepspeed_engine_wrapped is None:
-        raise UnsupportedError(
-            f"/{SECTION}: train() would reuse the DeepSpeed engine of an earlier evaluate(), predict() or train() "
-            "of this Trainer. Accelerate has dropped that engine, so backward() would fail, even without this section "
-            "(allowed: one train() for each Trainer, before evaluate() and predict()). Make a new Trainer, or pass "
-            "model_init instead of model. To evaluate before the first step, write "
-            "TrainingArguments(eval_on_start=True)"
-        )
     # Not hasattr: the engine forwards unknown attributes to the model.
     if "compression" not in vars(model):
         raise UnsupportedError(

@@ -209,34 +209,7 @@ def train_again(rank: int, job: Job, before: str) -> str:
 
 @pytest.mark.parametrize(("stage", "before"), [(3, "evaluate"), (3, "predict"), (3, "train"), (2, "train")])
 def test_a_trainer_with_an_engine_of_an_earlier_use_is_refused(stage: int, before: str, tmp_path: Path) -> None:
-    """Trainer alone cannot train it either. Once it can, the first assertion fails, and we can support it."""
+    """Trainer alone cannot train it either. Once it can, the first assertion fails."""
     alone = Job(str(tmp_path), stage, extra=CONSTANT)
     assert all("backward" in error for error in run_forks(2, train_again, alone, before))
-    for error in run_forks(2, train_again, Job(str(tmp_path), stage, INT4, extra=CONSTANT), before):
-        assert "of an earlier evaluate(), predict() or train()" in error
-        assert "eval_on_start=True" in error
-
-
-def train_instead(rank: int, job: Job, before: str, remedy: str) -> tuple[bool, list[float]]:
-    """Train as the error recommends; return whether the engine is compressed, and the losses."""
-    deepspeed_compress.install()
-    trainer = trainer_again(job, initialized=remedy == "model_init")
-    if remedy != "eval_on_start":
-        use_before(trainer, before)
-    if remedy == "new":
-        trainer = trainer_again(job)
-    trainer.train()
-    return "compression" in vars(trainer.model_wrapped), [
-        one["loss"] for one in trainer.state.log_history if "loss" in one
-    ]
-
-
-@pytest.mark.parametrize("remedy", ["new", "model_init", "eval_on_start"])
-@pytest.mark.parametrize("before", ["evaluate", "train"])
-def test_remedies_for_an_earlier_use_are_compressed(remedy: str, before: str, tmp_path: Path) -> None:
-    """A second Trainer, a Trainer with `model_init`, and evaluation at the start."""
-    job = Job(str(tmp_path), 3, INT4, {"eval_on_start": remedy == "eval_on_start"}, extra=CONSTANT)
-    for compressed, losses in run_forks(2, train_instead, job, before, remedy):
-        assert compressed
-        assert len(losses) == 4
-        assert losses[-1] < losses[0]
+    assert all(run_forks(2, train_again, Job(str(tmp_path), stage, INT4, extra=CONSTANT), before))
