@@ -173,7 +173,7 @@ def read_list(file: Path) -> FileList:
             raise StateError(f"{file} is damaged: its digest does not match")
         listed = FileList(**found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StateError(f"{file} is damaged ({error!r})") from error
+        raise StateError(f"{file} is damaged ({' '.join(repr(error).split())})") from error
     if listed.version != VERSION:
         raise StateError(f"{file} has version {listed.version}, but this package reads version {VERSION}")
     return listed

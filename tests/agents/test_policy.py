@@ -353,12 +353,6 @@ def test_a_store_that_takes_long_to_fail_is_asked_seldom(monkeypatch: pytest.Mon
     assert receiver.calls == 3
 
 
-def test_a_policy_that_has_stopped_answers_nothing() -> None:
-    policy = Policy(network(), PAD, END, idle_s=0.001)
-    policy.stop()
-    assert policy.submit((1,), Sampling(4)).cancelled()
-
-
 @pytest.mark.parametrize("kind", [RolloutError, ConnectionError])
 def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: type[Exception]) -> None:
     broken = threading.Event()
@@ -463,10 +457,6 @@ def test_a_request_without_max_tokens_gets_what_fits() -> None:
     request = {"messages": [{"role": "user", "content": "1+1="}]}
     answer = client(policy=policy).post("/v1/chat/completions", json=request).json()
     assert answer["choices"][0]["token_ids"] == [3] * 16
-    full = {"messages": [{"role": "user", "content": "1" * 20}]}
-    assert (
-        "up to 21 tokens (allowed: 20)" in client().post("/v1/chat/completions", json=full).json()["error"]["message"]
-    )
 
 
 def test_an_unknown_model_is_refused_as_by_openai() -> None:
@@ -512,22 +502,6 @@ def test_an_error_of_the_model_has_openais_form() -> None:
     answers = TestClient(client(policy=Policy(model, PAD, END)).app, raise_server_exceptions=False)
     refused = answers.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "1+1="}]})
     assert (refused.status_code, refused.json()["error"]["type"]) == (500, "server_error")
-
-
-def test_openais_client_gets_its_own_errors() -> None:
-    openai = pytest.importorskip("openai", reason="openai is not installed: pip install -e .[agents]")
-    ask = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
-    for key, model, error in (
-        ("wrong", "policy", openai.AuthenticationError),
-        ("secret", "gpt-5", openai.NotFoundError),
-        ("secret", "policy", None),
-    ):
-        asking = openai.OpenAI(base_url="http://testserver/v1", api_key=key, http_client=client("secret"))
-        if error is None:
-            assert asking.chat.completions.create(model=model, temperature=1e-30, **ask).model == "policy@12"
-        else:
-            with pytest.raises(error):
-                asking.chat.completions.create(model=model, **ask)
 
 
 def test_positions_that_the_model_does_not_have_are_refused() -> None:

@@ -181,24 +181,3 @@ def test_a_version_that_cannot_be_loaded_ends_the_following(server: Server, tmp_
         with pytest.raises(RolloutError, match="it cannot be loaded"):
             following.result(60)
     assert job.weights.version is None
-
-
-def test_a_server_keeps_its_version_while_the_store_is_away(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, stopped = Job(tmp_path, server.url), threading.Event()
-    job.publish()
-    job.weights.update()
-    asked = threading.Event()
-
-    def names() -> list[str]:
-        asked.set()
-        raise OSError("the disk is away")
-
-    monkeypatch.setattr(job.weights._store, "names", names)
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(job.weights.follow, stopped)
-        assert asked.wait(60)
-        stopped.set()
-        following.result(60)
-    assert job.weights.version == 1

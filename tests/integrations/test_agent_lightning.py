@@ -365,13 +365,6 @@ def test_the_other_ranks_are_notified_of_the_end_unless_they_have_failed_too(
     assert [samples is None for samples in told] == ([False] if failing else [False, True])
 
 
-def test_an_endpoint_that_never_gets_the_weights_is_an_error() -> None:
-    plan = RolloutPlan(1, timeout_s=0.2)
-    algorithm = DeepSpeedAlgorithm(None, lambda: 0, 1, Endpoint("http://127.0.0.1:9"), plan)
-    with pytest.raises(RolloutError, match=r"has not received version 1 .*ConnectError"):
-        asyncio.run(algorithm._served(1))
-
-
 def test_training_without_tasks_is_refused() -> None:
     algorithm = DeepSpeedAlgorithm(None, lambda: 0, 0, Endpoint("http://nowhere"), RolloutPlan(1))
     with pytest.raises(RolloutError, match="there are no tasks"):

@@ -1,6 +1,5 @@
 """`ds-compress run`: the command for each launcher, and unmodified scripts that it starts."""
 
-import argparse
 import json
 import os
 import shlex
@@ -16,7 +15,6 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
 from deepspeed_compress.integrations.launch import LAUNCHERS, find_configurations, find_program, launch_command
 from deepspeed_compress.tools import run
-from deepspeed_compress.tools.options import add_run_arguments
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
 from tests.support.messages import caught_warnings
@@ -134,13 +132,6 @@ optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
 config = {"train_batch_size": 1, "optimizer": optimizer, "deepspeed_compress": {}}
 deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)
 """
-
-
-def test_a_program_that_calls_initialize_itself_does_not_warn(tmp_path: Path) -> None:
-    script = tmp_path / "ours.py"
-    script.write_text(CALLS_INITIALIZE)
-    [(_, warned)] = run_forks(1, run_here, str(script), [])
-    assert not any("nothing was compressed" in text for text in warned)
 
 
 @pytest.mark.parametrize(
@@ -412,15 +403,6 @@ def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_invalid_section_ends_the_script(tmp_path: Path) -> None:
-    """Without a launcher, the exit code and the error of the script are passed on."""
-    wrong = config_file(tmp_path, {"gradients": {"bit": 4}})
-    done = start("none", SCRIPT, str(tmp_path), "--deepspeed", wrong)
-    assert done.returncode == 1
-    assert f"/{SECTION}/gradients/bit: unknown key" in done.stderr
-
-
-@pytest.mark.slow
 def test_trainer_refuses_to_train_if_accelerate_ignores_deepspeed(
     port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,16 +452,6 @@ def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path)
     assert logs[1]["loss"] < logs[0]["loss"]
     assert json.loads((output / "eval_results.json").read_text())["perplexity"] < 300
     assert (output / "model.safetensors").is_file()
-
-
-def test_every_launcher_can_be_chosen() -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["run", "--launcher", "slurm", "train.py"])
-    assert stop.value.code == 2
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    [choices] = [action.choices for action in parser._actions if action.choices]
-    assert set(choices) == LAUNCHERS.keys()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -353,11 +353,3 @@ def test_settings_of_a_hostile_manifest_are_refused(change: dict[str, Any], tmp_
     file.write_text(json.dumps(manifest))
     with pytest.raises(RolloutError, match="the manifest of version 1 is malformed"):
         read_manifest(exports.store, 1)
-
-
-def test_a_resumed_publisher_continues(tmp_path: Path) -> None:
-    exports = Exports(tmp_path)
-    exports.publish()
-    published = Publisher(exports.model, exports.store, adapters="alone").publish()
-    assert published is not None
-    assert (published.version, published.change_bytes) == (1, 0)

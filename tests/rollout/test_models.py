@@ -207,11 +207,12 @@ def test_infinities_of_training_and_values_that_round_to_the_largest_number_are_
     assert str(received(store, torch.float16).tolist()) == "[65504.0, -inf, nan]"
 
 
-@pytest.mark.parametrize("number", ["every", "full_every", "keep_full"])
-def test_numbers_below_one_are_refused(number: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {number: 0}
-    with pytest.raises(ConfigError, match=f"{number} 0"):
-        Publisher(Values(torch.ones(3)), DirectoryStore(tmp_path), **options)
+@pytest.mark.parametrize(
+    ("option", "value"), [("every", 0), ("full_every", 0), ("keep_full", 0), ("bits", 3), ("dtype", "bfloat16")]
+)
+def test_options_that_cannot_be_are_refused(option: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{option} {value!r}"):
+        Publisher(Values(torch.ones(3)), DirectoryStore(tmp_path), **{option: value})
 
 
 def test_a_lossy_change_leads_to_no_infinity() -> None:

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver, open
 from deepspeed_compress.rollout.served_store import LIMITS, STORE, ServedStore, StoreServer
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, Limits, encode
-from deepspeed_compress.transport.credentials import Credentials, Secret, Tls
+from deepspeed_compress.transport.credentials import Credentials, Secret
 from deepspeed_compress.transport.errors import AuthenticationError
-from tests.support.transport import CREDENTIALS, make_certificates, until
+from tests.support.transport import CREDENTIALS, until
 
 KEY = CREDENTIALS.secret.key
 
@@ -204,19 +203,6 @@ def test_a_server_that_does_not_answer_is_given_up() -> None:
         port = silent.getsockname()[1]
         with client(port, attempts=2, timeout=0.1) as store, pytest.raises(ConnectionError, match="TimeoutError"):
             store.names()
-
-
-def test_tls(tmp_path: Path) -> None:
-    files = make_certificates(tmp_path)
-    credentials = replace(CREDENTIALS, tls=Tls.load(files["member"], files["authority"]))
-    with serve(tmp_path / "store", credentials=credentials) as server:
-        with closing(ServedStore(f"tcp://localhost:{server.port}", credentials)) as store:
-            store.put("a", b"1")
-            assert store.get("a") == b"1"
-        stranger = replace(CREDENTIALS, tls=Tls.load(files["stranger"], files["other_authority"]))
-        refused = ServedStore(f"tcp://localhost:{server.port}", stranger, attempts=1)
-        with closing(refused), pytest.raises(ConnectionError):
-            refused.names()
 
 
 @pytest.mark.parametrize("address", ["localhost:1", "http://a:1", "tcp://", "tcp://a:b"])
