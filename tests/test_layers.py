@@ -162,8 +162,9 @@ TABLE = {
     "rollout.adapters": allow("errors rollout.parts", "pydantic torch", lazily="deepspeed peft transformers"),
     "rollout.adapter_export": allow("errors rollout safe_files", "safetensors"),
     "rollout.checkpoint_names": allow("errors", "torch", lazily="torch transformers"),
-    "rollout.hf_delta": allow("errors safe_files", "numpy safetensors torch zstandard", lazily="xxhash"),
-    "rollout.checkpoint_export": allow("errors rollout safe_files", "torch", lazily="transformers"),
+    "rollout.checkpoint_export": allow(
+        "errors rollout safe_files", "numpy safetensors torch zstandard", lazily="transformers xxhash"
+    ),
     "rollout.vllm": allow("errors", lazily="vllm"),
     "rollout.vllm_adapters": allow("rollout", lazily="vllm"),
     "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
-from deepspeed_compress.rollout.hf_delta import write_delta
+from deepspeed_compress.rollout.checkpoint_export import write_delta
 from deepspeed_compress.rollout.module_weights import make_holder
 
 TOKENS = 256

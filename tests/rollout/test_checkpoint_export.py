@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from deepspeed_compress import safe_files
 from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher
-from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
-from deepspeed_compress.rollout.hf_delta import find_directories
+from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter, find_directories
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
