@@ -150,6 +150,8 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
+    "agents.checkpoints": allow("collectives.objects errors"),
+    "agents.generation": allow("session.patches", "torch", lazily="transformers"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.serving": allow("", "starlette uvicorn"),
     "agents.vllm_endpoint": allow("agents errors rollout", "fastapi httpx starlette"),

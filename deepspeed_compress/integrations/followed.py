@@ -6,8 +6,9 @@ when they are made. Compression attaches to a model at its first forward pass in
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +30,24 @@ _FOLDER = "deepspeed_compress"
 
 @dataclass(frozen=True)
 class _Kind:
-    """Data-parallel wrapper: the description of its models, and the function that attaches to them."""
+    """Data-parallel wrapper: the description of its models, and the backend that attaches to them."""
 
     name: str
-    attach: "Callable[[Any, Config, Optimizer, Any], Attached]"
-    call: str
+    backend: str
+
+    @property
+    def call(self) -> str:
+        return f"deepspeed_compress.{self.backend}.attach"
+
+    def attach(self, model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
+        # Backends are imported late: they import much of torch, and a program may have to set its environment first.
+        backend = import_module(f"deepspeed_compress.backends.{self.backend}")
+        attached: Attached = backend.attach(model, config, optimizer, scaler)
+        return attached
 
 
-# Backends are imported late: they import much of torch, and a program may have to set its environment first.
-
-
-def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-    from deepspeed_compress.backends import ddp
-
-    return ddp.attach(model, config, optimizer, scaler)
-
-
-def _attach_fsdp2(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-    from deepspeed_compress.backends import fsdp2
-
-    return fsdp2.attach(model, config, optimizer, scaler)
-
-
-_DDP = _Kind("a DistributedDataParallel model", _attach_ddp, "deepspeed_compress.ddp.attach")
-_FSDP2 = _Kind("a fully_shard model", _attach_fsdp2, "deepspeed_compress.fsdp2.attach")
+_DDP = _Kind("a DistributedDataParallel model", "ddp")
+_FSDP2 = _Kind("a fully_shard model", "fsdp2")
 
 
 @dataclass(frozen=True, eq=False)

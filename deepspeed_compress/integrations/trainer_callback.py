@@ -9,7 +9,7 @@ import signal
 import statistics
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -167,13 +167,6 @@ def use_own_data_order(session: Session, loader: Any) -> None:
     warnings.warn(text, CompressWarning, stacklevel=2)
 
 
-_NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = {
-    "residual_norm": lambda step: step.residual_norm,
-    "cosine": lambda step: step.cosine,
-}
-"""Figures of which the newest value is logged. For all others, the mean is logged."""
-
-
 def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
     """Return the log entries for the `measured` steps, of which there is at least one.
 
@@ -186,8 +179,9 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
         mean = statistics.fmean(getattr(step, kind) or 0 for step in measured)
         found |= {kind: mean} if mean or kind == "bytes_sent" else {}
     found["time_ms"] = statistics.fmean(step.time_ms for step in measured)
-    for name, read in _NEWEST.items():
-        known = [value for value in map(read, measured) if value is not None]
+    # For these, the newest value counts.
+    for name in ("residual_norm", "cosine"):
+        known = [value for step in measured if (value := getattr(step, name)) is not None]
         found |= {name: known[-1]} if known else {}
     return {f"compression_{name}": value for name, value in found.items()}
 
