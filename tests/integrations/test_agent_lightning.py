@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -38,6 +37,7 @@ from deepspeed_compress.integrations.agent_lightning import (
 )
 from deepspeed_compress.rollout import DirectoryStore, Publisher
 from tests.agents.models import PAD, network
+from tests.support import http_servers
 from tests.support.forks import RankError, run_forks
 
 
@@ -183,33 +183,22 @@ def test_a_bad_rollout_costs_that_rollout(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted({one.reward for one in world.taken}) == [1.0]
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(http_servers.Handler, BaseHTTPRequestHandler):
     """Answers of a proxy in front of an endpoint, the last one again and again."""
 
     given: ClassVar[list[tuple[int, bytes]]] = []
 
     def do_GET(self) -> None:
         status, body = self.given.pop(0) if len(self.given) > 1 else self.given[0]
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
+        self.answer(body, status)
 
 
 def served(answers: list[tuple[int, bytes]], timeout_s: float) -> None:
     """Wait for version 1 of an endpoint with these answers."""
     handler = type("Handler", (Answers,), {"given": answers})
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}")
-            algorithm = DeepSpeedAlgorithm(None, lambda: 0, 1, endpoint, RolloutPlan(1, timeout_s=timeout_s))
-            asyncio.run(algorithm._served(1))
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_servers.serving(HTTPServer(("127.0.0.1", 0), handler)) as url:
+        plan = RolloutPlan(1, timeout_s=timeout_s)
+        asyncio.run(DeepSpeedAlgorithm(None, lambda: 0, 1, Endpoint(url), plan)._served(1))
 
 
 BAD = [(502, b"bad gateway"), (503, b""), (404, b"{}"), (200, b"<html>"), (200, b"{}"), (200, b"[]")]
