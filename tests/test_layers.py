@@ -200,9 +200,8 @@ TABLE = {
         "checkpointing.completeness config errors integrations.patching integrations.sections", lazily="session"
     ),
     "integrations.hf": allow(
-        "config errors integrations.install integrations.patching integrations.sections integrations.trainer_callback "
-        "launcher.heartbeat",
-        "deepspeed transformers",
+        "config errors integrations.install integrations.patching integrations.trainer_callback launcher.heartbeat",
+        "transformers",
     ),
     "integrations.trainer_callback": allow(
         "checkpointing.completeness checkpointing.directory collectives.objects config errors "
