@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -192,16 +192,19 @@ def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
     except StateError as error:
         yield str(error)
         return
-    if not lists:
-        return
+    yield from _find_gaps(place, lists)
+    for listed in lists[part::parts]:
+        yield from find_damaged(place, listed)
+
+
+def _find_gaps(place: Path, lists: Sequence[FileList]) -> Iterator[str]:
+    """Yield what is wrong with the lists in the tag directory `place`; nothing if all ranks have listed their files."""
     names, worlds = {(listed.run, listed.number) for listed in lists}, {listed.world for listed in lists}
-    if len(names) > 1 or len(worlds) > 1 or len(lists) != lists[0].world:
+    if len(names) > 1 or worlds - {len(lists)}:
         yield f"{place}: {len(lists)} of {max(worlds)} ranks have listed their files, of {len(names)} saves"
     yield from (
         f"{place}: rank {listed.rank} did not write everything: {listed.problem}" for listed in lists if listed.problem
     )
-    for listed in lists[part::parts]:
-        yield from find_damaged(place, listed)
 
 
 def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
@@ -335,11 +338,7 @@ def _read(place: Path, tag: str) -> Checkpoint | None:
         return Checkpoint(place, tag, None, None, size, newest, automatic=False, complete=False, problem=str(error))
     if not lists:
         return Checkpoint(place, tag, None, None, size, newest, automatic=False, complete=True)
-    first = lists[0]
-    alike = {(one.run, one.number, one.world, one.problem) for one in lists} == {
-        (first.run, first.number, first.world, "")
-    }
-    complete = alike and len(lists) == first.world
+    first, complete = lists[0], not any(_find_gaps(place, lists))
     return Checkpoint(place, tag, first.step, first.world, size, newest, first.automatic, complete)
 
 
