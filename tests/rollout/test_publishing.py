@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed_compress.errors import RolloutError
-from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
+from deepspeed_compress.rollout import DirectoryStore, Published, Publisher, Receiver
 
 
 class Tied(nn.Module):
@@ -55,6 +55,12 @@ class Pair:
             step(self.model, lr)
             self.publisher.publish()
 
+    def send(self, full: bool = False) -> Published:
+        """Publish the weights as they are."""
+        published = self.publisher.publish(full)
+        assert published is not None
+        return published
+
     def restart(self) -> None:
         self.publisher = Publisher(self.model, self.store, **self.options)
 
@@ -79,8 +85,7 @@ def test_a_receiver_follows_version_by_version(pair: Pair, dtype: torch.dtype) -
     receiver = pair.receiver(dtype)
     assert not receiver.update()
     for version in range(1, 6):
-        published = pair.publisher.publish()
-        assert published is not None
+        published = pair.send()
         assert receiver.update()
         assert not receiver.update()
         assert (receiver.version, receiver.digest) == (version, published.digest)
@@ -89,11 +94,9 @@ def test_a_receiver_follows_version_by_version(pair: Pair, dtype: torch.dtype) -
 
 
 def test_only_the_first_version_is_sent_whole(pair: Pair) -> None:
-    first = pair.publisher.publish()
+    first = pair.send()
     step(pair.model, 1e-5)
-    second = pair.publisher.publish()
-    assert first is not None
-    assert second is not None
+    second = pair.send()
     assert first.full_bytes > 0
     assert first.changed == 1.0
     assert second.full_bytes == 0
@@ -219,13 +222,11 @@ def test_a_restarted_publisher_continues_the_chain_if_its_model_is_the_newest_ve
     pair.publish(2)
     receiver.update()
     pair.restart()
-    again = pair.publisher.publish()
-    assert again is not None
+    again = pair.send()
     assert (again.version, again.full_bytes, again.change_bytes) == (2, 0, 0)
     assert not receiver.update()
     step(pair.model)
-    following = pair.publisher.publish()
-    assert following is not None
+    following = pair.send()
     assert (following.version, following.full_bytes) == (3, 0)
     receiver.update()
     pair.check(receiver)
@@ -234,8 +235,7 @@ def test_a_restarted_publisher_continues_the_chain_if_its_model_is_the_newest_ve
 def test_a_restarted_publisher_publishes_a_full_copy_on_request(pair: Pair) -> None:
     pair.publish(2)
     pair.restart()
-    again = pair.publisher.publish(full=True)
-    assert again is not None
+    again = pair.send(full=True)
     assert again.version == 3
     assert again.full_bytes > 0
 
@@ -246,8 +246,7 @@ def test_a_restarted_publisher_sends_a_full_copy_of_another_model(pair: Pair) ->
     receiver.update()
     step(pair.model)
     pair.restart()
-    again = pair.publisher.publish()
-    assert again is not None
+    again = pair.send()
     assert again.version == 3
     assert again.full_bytes > 0
     receiver.update()
@@ -265,8 +264,7 @@ def test_a_version_that_could_not_be_stored_is_followed_by_a_full_copy(pair: Pai
         patched.setattr(pair.store, "put", full_disk)
         with pytest.raises(RolloutError, match="rank 0: OSError: No space left on device"):
             pair.publisher.publish()
-    published = pair.publisher.publish()
-    assert published is not None
+    published = pair.send()
     assert published.full_bytes > 0
     receiver = pair.receiver()
     receiver.update()
@@ -339,8 +337,7 @@ def test_a_publisher_after_a_damaged_manifest_publishes_a_full_copy(pair: Pair) 
     with pytest.raises(RolloutError, match="the manifest of version 2 is malformed"):
         pair.receiver().update()
     pair.restart()
-    published = pair.publisher.publish()
-    assert published is not None
+    published = pair.send()
     assert (published.version, published.full_bytes > 0) == (3, True)
     receiver = pair.receiver()
     receiver.update()

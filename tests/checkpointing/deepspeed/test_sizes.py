@@ -1,6 +1,5 @@
 """DeepSpeed checkpoints resume with another number of ranks, and every saved element is restored."""
 
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,15 +189,6 @@ def test_compressed_runs_go_on_too(tmp_path: Path) -> None:
             assert loaded[key] == saved[key], key
         for name, values in saved["after"].items():
             assert loaded["after"][name] == pytest.approx(values, rel=0.1, abs=0.02), name
-
-
-def test_states_in_the_older_format_of_torch_are_loaded(tmp_path: Path) -> None:
-    """DeepSpeed writes it if the program asks for that. It cannot be memory-mapped."""
-    job = Job(1, NONE, extra={"checkpoint": {"checkpoint_serialization": False}})
-    saved = run_forks(2, save, job, 2, str(tmp_path))[0]
-    assert not any(map(zipfile.is_zipfile, tmp_path.rglob("*.pt")))
-    for loaded in run_forks(1, load, job, 1, str(tmp_path)):
-        compare(saved, loaded, rel=1e-4)
 
 
 def unreadable(file: Path) -> Any:
