@@ -198,7 +198,7 @@ def _write(task: Task, descriptor: int) -> FileList:
         directory.begin(save, task.rank, task.only)
         for call in read_calls(task.kept, descriptor):
             written += call.files
-            directory.check(save)
+            directory.check()
             known = call.function(*call.arguments) or {}
             digests |= {file: known.get(file) or digest(file) for file in call.files}
         listed = directory.finish(save, task.rank, digests)
