@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError, RolloutError
-from deepspeed_compress.rollout.store import LARGEST, DirectoryStore, check_name
+from deepspeed_compress.rollout.store import LARGEST, DirectoryStore
 from deepspeed_compress.transport.client import RequestClient, connect, parse_address
 from deepspeed_compress.transport.connection import CHUNK, LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
@@ -175,8 +175,6 @@ class ServedStore:
         self._requests.end()
 
     def _request(self, kind: str, name: str = "", data: bytes = b"") -> tuple[Mapping[str, Any], bytearray]:
-        if name:
-            check_name(name)
         for attempt in range(self._attempts):
             if attempt:
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
