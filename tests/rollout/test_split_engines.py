@@ -124,7 +124,7 @@ def test_auto_tp_for_many_versions(stage: int, options: Mapping[str, Any], ranks
 
 def auto_tp_of_zero_3(rank: int, path: Path) -> str:
     with pytest.raises(UnsupportedError) as raised:
-        auto_tp(rank, path, 3, {}, 1)
+        auto_tp(rank, path, 3, {}, VERSIONS)
     return str(raised.value)
 
 
