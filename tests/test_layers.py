@@ -89,7 +89,7 @@ TABLE = {
     "launcher.workers": allow(),
     "checkpointing": allow("errors launcher.heartbeat safe_files", "torch"),
     "checkpointing.memory_copies": allow("checkpointing errors safe_files transport", "pydantic"),
-    "checkpointing.completeness": allow("errors safe_files"),
+    "checkpointing.completeness": allow("errors safe_files", "pydantic"),
     "checkpointing.directory": allow("checkpointing.completeness errors safe_files"),
     "monitor": allow("config errors safe_files", "torch"),
     "policy": allow("choice_names config errors monitor"),
@@ -148,6 +148,8 @@ TABLE = {
         "torch megatron numpy packaging",
     ),
     "agents": allow("errors", "torch"),
+    "agents.checkpoints": allow("collectives.objects errors"),
+    "agents.generation": allow("session.patches", "torch", lazily="transformers"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.serving": allow("", "starlette uvicorn"),
     "agents.vllm_endpoint": allow("agents errors rollout", "fastapi httpx starlette"),
@@ -160,14 +162,14 @@ TABLE = {
     "rollout.adapters": allow("errors rollout.parts", "pydantic torch", lazily="deepspeed peft transformers"),
     "rollout.adapter_export": allow("errors rollout safe_files", "safetensors"),
     "rollout.checkpoint_names": allow("errors", "torch", lazily="torch transformers"),
-    "rollout.hf_delta": allow("errors safe_files", "numpy pydantic safetensors torch zstandard", lazily="xxhash"),
-    "rollout.checkpoint_export": allow("errors rollout safe_files", "torch", lazily="transformers"),
+    "rollout.checkpoint_export": allow(
+        "errors rollout safe_files", "numpy safetensors torch zstandard", lazily="transformers xxhash"
+    ),
     "rollout.vllm": allow("errors", lazily="vllm"),
     "rollout.vllm_adapters": allow("rollout", lazily="vllm"),
     "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),
     "rollout.vllm_worker": allow("errors rollout", "numpy torch vllm"),
-    "rollout.served_store": allow("rollout.store rollout.store_server errors transport"),
-    "rollout.store_server": allow("rollout.store errors transport"),
+    "rollout.served_store": allow("rollout.store errors transport"),
     "rollout.lossy": allow("compression.compressors.quantizers", "torch"),
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
@@ -196,9 +198,8 @@ TABLE = {
         "checkpointing.completeness config errors integrations.patching integrations.sections", lazily="session"
     ),
     "integrations.hf": allow(
-        "config errors integrations.install integrations.patching integrations.sections integrations.trainer_callback "
-        "launcher.heartbeat",
-        "deepspeed transformers",
+        "config errors integrations.install integrations.patching integrations.trainer_callback launcher.heartbeat",
+        "transformers",
     ),
     "integrations.trainer_callback": allow(
         "checkpointing.completeness checkpointing.directory collectives.objects config errors "

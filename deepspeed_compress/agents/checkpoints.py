@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.errors import StateError
 
 
@@ -31,20 +30,14 @@ class Checkpoints:
         if every < 1:
             raise ValueError(f"every is {every} (allowed: 1 or more)")
         self._engine, self._directory, self._every = engine, Path(directory), every
-        exists = self._exists()
+        # A shared directory may show new files to other hosts later.
+        exists = of_first((self._directory / "latest").exists())
         if exists and not resume:
             raise StateError(
                 f"{self._directory} has checkpoints of an earlier run: write resume=True to continue it, or name "
                 "another directory"
             )
         self.batches = self._load() if exists else 0
-
-    def _exists(self) -> bool:
-        """Return what the first rank finds. A shared directory may show new files to other hosts later."""
-        found = [(self._directory / "latest").exists()]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
 
     def _load(self) -> int:
         path, state = self._engine.load_checkpoint(str(self._directory))

@@ -1,36 +1,14 @@
 """Sampling of completions, with the log-probabilities that training needs."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_UNCHANGED: Mapping[str, Any] = {
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": None,
-    "watermarking_config": None,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-    "stop_strings": None,
-    "max_time": None,
-    "num_return_sequences": 1,
-}
-"""Settings of `generate` that change what is sampled. A model's generation_config.json may have others, and
-log-probabilities would then not be those of the distribution that is sampled from."""
+from deepspeed_compress.session.patches import replaced
+
 _GREEDY_BELOW = 1e-5
 """Temperature below which the likeliest token is taken, as in vLLM. Divided by it, logits could be infinite."""
 
@@ -169,25 +147,24 @@ def complete(
         canceled: tells after each token if the completion of a prompt, by its number, is no longer needed. It then ends
             early.
     """
+    from transformers import GenerationConfig
+
     ends, padding, longest = frozenset(_ids(end)), pad or 0, max(map(len, prompts))
     rows = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     attention = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    greedy = {"do_sample": False}
-    cuts = {"top_p": sampling.top_p, "top_k": 0, "min_p": None, "typical_p": 1.0}
-    sampled = {"do_sample": True, "temperature": sampling.temperature, **cuts}
+    settings: dict[str, Any] = {"max_new_tokens": sampling.max_tokens, "pad_token_id": padding}
+    if sampling.temperature >= _GREEDY_BELOW:
+        settings |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     steps = _Steps(sampling, longest, canceled)
-    sequences = model.generate(
-        torch.tensor(rows, device=model.device),
-        attention_mask=attention.to(model.device),
-        max_new_tokens=sampling.max_tokens,
-        pad_token_id=padding,
-        eos_token_id=sorted(ends) or None,
-        logits_processor=[steps.keep_logits],
-        stopping_criteria=[steps],
-        return_dict_in_generate=False,
-        **{name: value for name, value in _UNCHANGED.items() if hasattr(model.generation_config, name)},
-        **(greedy if sampling.temperature < _GREEDY_BELOW else sampled),
-    )
+    # Settings of the model's own generation_config.json may change what is sampled. Log-probabilities would then not be
+    # those of the distribution that is sampled from.
+    with replaced(model, generation_config=GenerationConfig(eos_token_id=sorted(ends) or None, **settings)):
+        sequences = model.generate(
+            torch.tensor(rows, device=model.device),
+            attention_mask=attention.to(model.device),
+            logits_processor=[steps.keep_logits],
+            stopping_criteria=[steps],
+        )
     chosen = sequences[:, longest:].tolist()
     logprobs = torch.stack(steps.logprobs, 1).tolist()
     return [

@@ -15,56 +15,31 @@ _LONGEST_TEXT = 1 << 20
 _MAX_TOKENS = 64
 """Largest number of tokens of an answer whose request names none."""
 
-_INEFFECTIVE: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "logit_bias": ({},),
+    "min_p": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "seed": (),
+    "skip_special_tokens": (True,),
     "stream": (False,),
     "tool_choice": ("none", "auto"),
-    "top_logprobs": (0,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # Fields of vLLM.
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
     "top_k": (-1, 0),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
+    "top_logprobs": (0,),
 }
-"""Fields that would change an answer but are not implemented, with the values, besides null, that change nothing."""
+"""Fields that are not implemented, with the values, besides null, that clients send although they change nothing."""
+_UNREAD = frozenset(
+    {"logprobs", "metadata", "parallel_tool_calls", "return_token_ids", "service_tier", "store", "user"}
+)
+"""Fields that change no answer."""
 
 
 class _Fields(BaseModel):
-    """Base class of everything that a request consists of. A null is an absent field; unknown fields are kept."""
+    """Base class of everything that a request consists of. A null is an absent field; others are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -154,8 +129,9 @@ def check(request: ChatRequest, tokenizer: Any) -> None:
 
 def _unimplemented(request: ChatRequest) -> Iterator[str]:
     for name, value in (request.model_extra or {}).items():
-        if name in _INEFFECTIVE and value not in _INEFFECTIVE[name]:
-            allowed = listed((*_INEFFECTIVE[name], None))
+        neutral = _NEUTRAL.get(name, ())
+        if name not in _UNREAD and value not in neutral:
+            allowed = listed((*neutral, None))
             yield f"/{name}: {show(value)} is not implemented (allowed: {allowed}); leave the field out"
 
 

@@ -5,6 +5,8 @@ the weights only while none runs, and labels each answer with the version that h
 """
 
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -15,7 +17,6 @@ from deepspeed_compress.agents.endpoint import make_app, unknown_model
 from deepspeed_compress.agents.policy import Updates
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import open_store
-from deepspeed_compress.rollout.request_lock import Request as Held
 from deepspeed_compress.rollout.request_lock import RequestLock
 from deepspeed_compress.rollout.versions import find_versions
 from deepspeed_compress.rollout.vllm import WeightControl, follow_weights, load_version
@@ -59,18 +60,17 @@ class ServerWeights:
             self.version = newest
         return True
 
-    def request(self) -> "Held[int]":
-        """Return a context that keeps updates out of its block. It yields the version.
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[int]:
+        """Keep updates out of the block of a coroutine, and yield the version.
 
         Raises:
             RolloutError: the server has no version.
         """
-        return self._lock.request(self._held_version)
-
-    def _held_version(self) -> int:
-        if self.version is None:
-            raise RolloutError("the server has no published weights yet")
-        return self.version
+        async with self._lock.coroutine_request():
+            if self.version is None:
+                raise RolloutError("the server has no published weights yet")
+            yield self.version
 
     def follow(self, stopped: threading.Event) -> None:
         """Load new versions until `stopped` is set. While the store cannot be read, the server keeps its version.

@@ -10,11 +10,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.safe_files import open_regular, read_text, write_text
@@ -60,9 +63,24 @@ class Save:
         return self.directory / self.tag
 
 
-@dataclass(frozen=True)
+def _check_inside(name: str) -> str:
+    """Return a path below the tag directory.
+
+    Raises:
+        ValueError: it leads elsewhere.
+    """
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name[:60]!r} is no path below the directory of a checkpoint")
+    return name
+
+
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class FileList:
-    """The files that one rank has written.
+    """The files that one rank has written. Values of other types, as in a damaged file, are a ValueError.
 
     Attributes:
         version: version of the format.
@@ -76,28 +94,15 @@ class FileList:
         problem: reason why files are missing; empty if none is.
     """
 
-    version: int
+    version: _Count
     run: str
-    number: int
-    step: int
-    rank: int
-    world: int
-    automatic: bool
-    files: Mapping[str, tuple[int, str]]
+    number: _Count
+    step: _Count
+    rank: _Count
+    world: _Count
+    automatic: StrictBool
+    files: Mapping[Annotated[str, AfterValidator(_check_inside)], tuple[_Count, str]]
     problem: str = ""
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "FileList":
-        """Return the list of JSON `fields`.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: a field is wrong.
-        """
-        found = cls(**{**fields, "files": {name: (size, sha) for name, (size, sha) in fields["files"].items()}})
-        wrong = [name for name, is_right in _FIELDS.items() if not is_right(getattr(found, name))]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: {str(getattr(found, wrong[0]))[:60]!r}")
-        return found
 
     @property
     def is_unfinished(self) -> bool:
@@ -109,27 +114,6 @@ class FileList:
         """Return the JSON fields, including a digest of all of them."""
         found = asdict(self)
         return {**found, "sha256": _sha256_of(found)}
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _is_file(name: object, entry: tuple[object, object]) -> bool:
-    """Return True for a path below the tag directory, with its size and its digest."""
-    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
-    size, sha256 = entry
-    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-    return inside and "\0" not in path.name and _is_count(size) and isinstance(sha256, str)
-
-
-_FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("version", "number", "step", "rank", "world"), _is_count),
-    **dict.fromkeys(("run", "problem"), lambda value: isinstance(value, str)),
-    "automatic": lambda value: isinstance(value, bool),
-    "files": lambda value: all(_is_file(name, entry) for name, entry in value.items()),
-}
-"""Checks of the fields of a `FileList`."""
 
 
 def _sha256_of(fields: Mapping[str, Any]) -> str:
@@ -187,9 +171,9 @@ def read_list(file: Path) -> FileList:
         found = json.loads(read_text(file))
         if found.pop("sha256") != _sha256_of(found):
             raise StateError(f"{file} is damaged: its digest does not match")
-        listed = FileList.of(found)
+        listed = FileList(**found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StateError(f"{file} is damaged ({error!r})") from error
+        raise StateError(f"{file} is damaged ({' '.join(repr(error).split())})") from error
     if listed.version != VERSION:
         raise StateError(f"{file} has version {listed.version}, but this package reads version {VERSION}")
     return listed
@@ -208,16 +192,19 @@ def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
     except StateError as error:
         yield str(error)
         return
-    if not lists:
-        return
+    yield from _find_gaps(place, lists)
+    for listed in lists[part::parts]:
+        yield from find_damaged(place, listed)
+
+
+def _find_gaps(place: Path, lists: Sequence[FileList]) -> Iterator[str]:
+    """Yield what is wrong with the lists in the tag directory `place`; nothing if all ranks have listed their files."""
     names, worlds = {(listed.run, listed.number) for listed in lists}, {listed.world for listed in lists}
-    if len(names) > 1 or len(worlds) > 1 or len(lists) != lists[0].world:
+    if len(names) > 1 or worlds - {len(lists)}:
         yield f"{place}: {len(lists)} of {max(worlds)} ranks have listed their files, of {len(names)} saves"
     yield from (
         f"{place}: rank {listed.rank} did not write everything: {listed.problem}" for listed in lists if listed.problem
     )
-    for listed in lists[part::parts]:
-        yield from find_damaged(place, listed)
 
 
 def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
@@ -351,11 +338,7 @@ def _read(place: Path, tag: str) -> Checkpoint | None:
         return Checkpoint(place, tag, None, None, size, newest, automatic=False, complete=False, problem=str(error))
     if not lists:
         return Checkpoint(place, tag, None, None, size, newest, automatic=False, complete=True)
-    first = lists[0]
-    alike = {(one.run, one.number, one.world, one.problem) for one in lists} == {
-        (first.run, first.number, first.world, "")
-    }
-    complete = alike and len(lists) == first.world
+    first, complete = lists[0], not any(_find_gaps(place, lists))
     return Checkpoint(place, tag, first.step, first.world, size, newest, first.automatic, complete)
 
 

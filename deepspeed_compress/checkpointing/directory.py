@@ -30,8 +30,8 @@ from deepspeed_compress.safe_files import lock, read_text, write_text
 _CLAIM = ".deepspeed_compress_start"
 _START_LENGTH = 32
 _LONGEST_TAG = 1024
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds between looks at the lists of all ranks, at first and at most. Hundreds of lists load a file server."""
+_PAUSE, _PAUSE_PER_RANK = 0.05, 0.002
+"""Seconds between looks at the lists of all ranks. Hundreds of lists load a file server."""
 
 
 def this_start() -> str:
@@ -99,11 +99,10 @@ class CheckpointDirectory:
         finally:
             os.close(descriptor)
 
-    def check(self, save: Save | None = None) -> None:
-        """Check that the claim still holds, and that the tag directory of `save` exists; raises StateError if not."""
+    def check(self) -> None:
+        """Check that the claim still holds; raises StateError if not."""
         with self.held():
-            if save is not None:
-                _check_place(save)
+            pass
 
     @property
     def _claim_file(self) -> Path:
@@ -121,12 +120,12 @@ class CheckpointDirectory:
         are removed, except for later ones.
 
         Raises:
-            StateError: the tag directory does not exist, or a later start has taken the directory.
+            OSError: the tag directory does not exist, or cannot be written.
+            StateError: a later start has taken the directory.
         """
         with self.held():
             if only is not None:
                 self.keep_only(save, only)
-            _check_place(save)
             completeness.write_list(save.place, completeness.unfinished(completeness.listed(save, rank, {})))
             if not rank:
                 ours = {completeness.list_file(save.place, other) for other in range(save.world)}
@@ -154,7 +153,7 @@ class CheckpointDirectory:
         Raises:
             StateError: `patience` seconds have elapsed, a rank has failed, or a later start has taken the directory.
         """
-        deadline, pause = time.monotonic() + patience, _FIRST_PAUSE
+        deadline = time.monotonic() + patience
         while missing := self.missing(save):
             self.check()
             if time.monotonic() > deadline:
@@ -162,8 +161,7 @@ class CheckpointDirectory:
                     f"{save.place}: ranks {missing} have not listed their files in {patience:.0f} s; do all hosts "
                     "share this directory?"
                 )
-            time.sleep(pause)
-            pause = min(1.1 * pause, _LONGEST_PAUSE)
+            time.sleep(_PAUSE + _PAUSE_PER_RANK * save.world)
         if save.latest:
             with self.held():
                 write_text(self.path / LATEST, save.tag)
@@ -175,7 +173,8 @@ class CheckpointDirectory:
             StateError: a rank has failed to write its files, or the tag directory was removed.
         """
         missing: list[int] = []
-        _check_place(save)
+        if not save.place.is_dir():
+            raise StateError(f"{save.place} could not be created, or was removed before everything was written")
         for rank in range(save.world):
             file = completeness.list_file(save.place, rank)
             listed = completeness.read_list(file) if file.is_file() else None
@@ -315,16 +314,6 @@ class CheckpointDirectory:
             if place.name not in tags and not _may_be_later(place, save):
                 completeness.unlist_all(place)
                 shutil.rmtree(place, ignore_errors=True)
-
-
-def _check_place(save: Save) -> None:
-    """Check that the tag directory exists. If it was removed, nothing may be written there.
-
-    Raises:
-        StateError: it does not exist.
-    """
-    if not save.place.is_dir():
-        raise StateError(f"{save.place} could not be created, or was removed before everything was written")
 
 
 def _remove_files(written: Iterable[Path]) -> None:

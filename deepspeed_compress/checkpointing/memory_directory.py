@@ -173,8 +173,6 @@ class MemoryCatalog:
     copied: int = 0
     _saved: list[tuple[int, str]] = field(default_factory=list)
     _sent: list[tuple[int, str]] = field(default_factory=list)
-    _failed: dict[bool, tuple[int, bool]] = field(default_factory=dict)
-    """Number of the last failure to write (False) and to send (True), and whether it was news."""
 
     def begin(self, number: int, tag: str) -> bool:
         """Register the checkpoint `number`, and return True if it should also be sent.
@@ -196,21 +194,14 @@ class MemoryCatalog:
         """Return True if a copy is in progress, as far as all ranks know."""
         return any(number > self.copied for number, _ in self._sent)
 
-    def mark_failed(self, number: int, of_copy: bool) -> bool:
-        """Remove the checkpoint `number`, whose writing or, if `of_copy`, sending failed. Return True if this is news.
+    def mark_failed(self, number: int, of_copy: bool) -> None:
+        """Remove the checkpoint `number`, whose writing or, if `of_copy`, sending failed.
 
-        A checkpoint that was not written is not sent either. A failure is not news if another one preceded it and no
-        checkpoint was complete in between.
+        A checkpoint that was not written is not sent either.
         """
         self._sent = [one for one in self._sent if one[0] != number]
         if not of_copy:
             self._saved = [one for one in self._saved if one[0] != number]
-        before, news = self._failed.get(of_copy, (0, True))
-        if number != before:
-            ended, found = (self.copied, self._sent) if of_copy else (self.written, self._saved)
-            news = not before or any(before < one <= ended for one, _ in found)
-        self._failed[of_copy] = (number, news)
-        return news
 
     def restart_from(self, tag: str | None) -> None:
         """Restart from the checkpoint `tag`, which is complete in memory; None if training resumes from elsewhere."""

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed_compress.errors import StateError
-
 _ALIGNMENT = 64
 
 
@@ -207,15 +205,6 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
         super().__init__(stream)
         self._memory = memory
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except (AttributeError, ImportError) as error:
-            raise StateError(
-                f"{module}.{name} became known after the engine was made, and the process that writes checkpoints does "
-                "not know it; define or import it before, or put plain data into client_state"
-            ) from error
 
     def persistent_load(self, slot: _Slot) -> Tensor:
         return slot.tensor(self._memory).requires_grad_(slot.requires_grad)

@@ -69,13 +69,11 @@ class Outcome:
         save: the save.
         problem: what went wrong; empty on success.
         of_copy: True for the result of sending a copy.
-        notice: what else went wrong although the checkpoint is complete.
     """
 
     save: Save
     problem: str
     of_copy: bool = False
-    notice: str = ""
 
 
 class Writer:
@@ -154,12 +152,12 @@ class _WriterProcess:
     def _carry_out(self, task: Task, descriptor: int) -> None:
         listed, problem = tried(partial(_write, task, descriptor))
         os.close(descriptor)
-        notice = ""
         if task.publishes and problem:
             self._failed.append(task)
         elif task.publishes:
-            _, notice = tried(partial(task.directory.tidy, task.save, task.keep))
-        self._report(Outcome(task.save, problem, notice=notice))
+            # The checkpoint is complete, also if old ones stay.
+            tried(partial(task.directory.tidy, task.save, task.keep))
+        self._report(Outcome(task.save, problem))
         if task.copy is not None:
             # The next checkpoint must not wait for the network.
             thread = Thread(target=self._copy, args=(task, task.copy, listed, problem), daemon=True)
@@ -200,7 +198,7 @@ def _write(task: Task, descriptor: int) -> FileList:
         directory.begin(save, task.rank, task.only)
         for call in read_calls(task.kept, descriptor):
             written += call.files
-            directory.check(save)
+            directory.check()
             known = call.function(*call.arguments) or {}
             digests |= {file: known.get(file) or digest(file) for file in call.files}
         listed = directory.finish(save, task.rank, digests)

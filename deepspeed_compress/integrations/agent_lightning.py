@@ -6,7 +6,6 @@ other ranks, which `follow`. All ranks learn, and publish the new weights to the
 
 import asyncio
 import itertools
-import logging
 import math
 import random
 import time
@@ -26,11 +25,8 @@ from deepspeed_compress.agents.learner import Learned, Learner
 from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.errors import RolloutError
 
-_LOG = logging.getLogger(__name__)
 POLL_S = 0.05
 """Seconds between two questions to the store or to the endpoint."""
-_FINAL = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
-"""Status of a refusal that does not pass. Others may be those of a proxy whose endpoint starts again."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,18 @@ class Endpoint:
         return LLM(endpoint=f"{self.url}/v1", model=self.model, api_key=self.secret, sampling_parameters=parameters)
 
     async def version(self) -> int:
-        """Return the version of the weights that answer requests now."""
+        """Return the version of the weights that answer requests now.
+
+        Raises:
+            RolloutError: the endpoint refuses the secret.
+            httpx.HTTPError: it does not answer, or with another error.
+            KeyError, TypeError, ValueError: the answer is not that of an endpoint.
+        """
         headers = {} if self.secret is None else {"Authorization": f"Bearer {self.secret}"}
         async with httpx.AsyncClient(headers=headers) as client:
             answer = await client.get(f"{self.url}/version")
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise RolloutError(f"the endpoint {self.url} refuses its secret")
         answer.raise_for_status()
         return int(answer.json()["version"])
 
@@ -77,7 +81,7 @@ class RolloutPlan:
         episodes: number of rollouts of each task, which are compared with each other.
         behind: largest number of versions by which a sample may be behind the weights that learn from it. With 0,
             rollouts wait for the newest weights; with 1, rollouts of the next batch run while this one trains.
-        timeout_s: seconds after which rollouts that have not finished count as failed. If none has, it is an error.
+        timeout_s: seconds after which rollouts that have not finished count as failed.
         seed: seed of the order of tasks.
     """
 
@@ -98,8 +102,8 @@ class BatchFigures:
         version: version of the weights after it.
         learned: what the learner reports.
         samples: number of samples that were learned from.
-        failed: number of rollouts that failed, or did not finish in time.
-        unrewarded: number of rollouts that were dropped, because they have no finite reward or no completion.
+        failed: number of rollouts without samples: they failed, did not finish in time, or have no finite reward or no
+            completion. Their groups do not count them.
         outdated: number of samples that were dropped, because they were too far behind.
         seconds: seconds since the previous batch.
         tokens: number of tokens that the policy has sampled for it.
@@ -110,7 +114,6 @@ class BatchFigures:
     learned: Learned
     samples: int
     failed: int
-    unrewarded: int
     outdated: int
     seconds: float
     tokens: int
@@ -181,7 +184,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         """Train on the tasks of `train_dataset`; Agent-Lightning's `Trainer` calls this.
 
         Raises:
-            RolloutError: if there are no tasks, or no rollout of a batch finishes in time or leaves samples.
+            RolloutError: if there are no tasks, no rollout of a batch leaves samples, or the endpoint does not get the
+                weights.
         """
         if train_dataset is None or not len(train_dataset):
             raise RolloutError("there are no tasks: pass train_dataset to Trainer.fit")
@@ -209,26 +213,20 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
 
     async def _served(self, version: int) -> None:
         """Wait until the endpoint answers with weights of `version` or newer. It may start later than training."""
-        until, problem = time.monotonic() + self._plan.timeout_s, ""
+        until, last = time.monotonic() + self._plan.timeout_s, ""
         while time.monotonic() < until:
             try:
                 served = await self._endpoint.version()
-            except httpx.TransportError as error:
-                problem = f"it cannot be reached ({type(error).__name__}: {error})"
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code in _FINAL:
-                    raise RolloutError(f"the endpoint {self._endpoint.url} refuses its secret: {error}") from error
-                problem = str(error)
-            except (KeyError, TypeError, ValueError) as error:
-                problem = f"its answer has no version ({type(error).__name__}: {error})"
-            else:
                 if served >= version:
                     return
-                problem = f"it has version {served}"
+                last = f"version {served}"
+            except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+                # A proxy may answer while the endpoint starts again.
+                last = f"{type(error).__name__}: {error}"
             await asyncio.sleep(POLL_S)
         raise RolloutError(
             f"the endpoint {self._endpoint.url} has not received version {version} in {self._plan.timeout_s:g} "
-            f"seconds: {problem}"
+            f"seconds; its last answer: {last}"
         )
 
     async def _queue(self, tasks: Iterator[Any], name: str) -> _Queued:
@@ -255,19 +253,13 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         found = [await self._samples(rollout, queued.groups[rollout]) for rollout in succeeded]
         sampled = [one for samples in found for one in samples]
         samples = [one for one in sampled if one.version >= self._version - self._plan.behind]
-        failed, unrewarded = len(queued.rollouts) - len(succeeded), sum(not one for one in found)
-        lost = (
-            f"{failed} of {len(queued.rollouts)} rollouts failed or have not finished in {self._plan.timeout_s:g} "
-            f"seconds, {unrewarded} have no finite reward or no traced completion of {self._endpoint.model!r}"
-        )
+        failed = len(queued.rollouts) - sum(map(bool, found))
         if not samples:
             raise RolloutError(
-                f"batch {number} has no samples: {lost}, and {len(sampled)} samples are more than {self._plan.behind} "
-                "versions behind: check the runners, their tracer, and the agent's rewards"
-            )
-        if failed or unrewarded:
-            _LOG.warning(
-                "Batch %d is learned without these rollouts, which their groups do not count: %s", number, lost
+                f"batch {number} has no samples: {failed} of {len(queued.rollouts)} rollouts failed, have not finished "
+                f"in {self._plan.timeout_s:g} seconds, or have no finite reward or no traced completion of "
+                f"{self._endpoint.model!r}, and {len(sampled)} samples are more than {self._plan.behind} versions "
+                "behind: check the runners, their tracer, and the agent's rewards"
             )
         learned = await asyncio.to_thread(self._lead, samples)
         self._report(
@@ -277,7 +269,6 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
                 learned,
                 len(samples),
                 failed,
-                unrewarded,
                 len(sampled) - len(samples),
                 time.perf_counter() - begin,
                 sum(len(one.completion) for one in sampled),
@@ -291,11 +282,6 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         while len(finished) < len(rollouts) and time.monotonic() < until:
             finished = await self.get_store().wait_for_rollouts(rollout_ids=rollouts, timeout=POLL_S)
             await asyncio.sleep(POLL_S)
-        if not finished:
-            raise RolloutError(
-                f"none of {len(rollouts)} rollouts has finished in {self._plan.timeout_s:g} seconds: "
-                "check the runners, or raise timeout_s"
-            )
         return finished
 
     async def _samples(self, rollout: str, group: str) -> list[Sample]:

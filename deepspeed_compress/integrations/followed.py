@@ -6,8 +6,9 @@ when they are made. Compression attaches to a model at its first forward pass in
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +30,24 @@ _FOLDER = "deepspeed_compress"
 
 @dataclass(frozen=True)
 class _Kind:
-    """Data-parallel wrapper: the description of its models, and the function that attaches to them."""
+    """Data-parallel wrapper: the description of its models, and the backend that attaches to them."""
 
     name: str
-    attach: "Callable[[Any, Config, Optimizer, Any], Attached]"
-    call: str
+    backend: str
+
+    @property
+    def call(self) -> str:
+        return f"deepspeed_compress.{self.backend}.attach"
+
+    def attach(self, model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
+        # Backends are imported late: they import much of torch, and a program may have to set its environment first.
+        backend = import_module(f"deepspeed_compress.backends.{self.backend}")
+        attached: Attached = backend.attach(model, config, optimizer, scaler)
+        return attached
 
 
-# Backends are imported late: they import much of torch, and a program may have to set its environment first.
-
-
-def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-    from deepspeed_compress.backends import ddp
-
-    return ddp.attach(model, config, optimizer, scaler)
-
-
-def _attach_fsdp2(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-    from deepspeed_compress.backends import fsdp2
-
-    return fsdp2.attach(model, config, optimizer, scaler)
-
-
-_DDP = _Kind("a DistributedDataParallel model", _attach_ddp, "deepspeed_compress.ddp.attach")
-_FSDP2 = _Kind("a fully_shard model", _attach_fsdp2, "deepspeed_compress.fsdp2.attach")
+_DDP = _Kind("a DistributedDataParallel model", "ddp")
+_FSDP2 = _Kind("a fully_shard model", "fsdp2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +61,13 @@ class _Followed:
 
 @dataclass(frozen=True)
 class FirstForward:
-    """Forward pre-hook that attaches to its model.
-
-    With `copied`, the model is a copy, such as an average of weights. It may never be trained, so it is left alone
-    until an optimizer steps it.
-    """
+    """Forward pre-hook that attaches to its model."""
 
     models: "Models"
     kind: _Kind
-    copied: bool
 
     def __call__(self, model: nn.Module, inputs: object) -> None:
-        self.models.before_forward(self.kind, self.copied, model, inputs)
+        self.models.before_forward(self.kind, model, inputs)
 
 
 class Models:
@@ -92,18 +82,14 @@ class Models:
         self._to_load: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
         """Folder from which each model will load its state once compression attaches to it."""
 
-    def follow(self, model: nn.Module, kind: _Kind = _DDP, copied: bool = False) -> None:
+    def follow(self, model: nn.Module, kind: _Kind = _DDP) -> None:
         """Attach to `model` when it is trained."""
         # Before the wrapper's own hooks, which may gather the weights.
-        hook = model.register_forward_pre_hook(FirstForward(self, kind, copied), prepend=True)
+        hook = model.register_forward_pre_hook(FirstForward(self, kind), prepend=True)
         self._models.append(_Followed(kind, weakref.ref(model), hook))
         if kind is _DDP:
-            # FSDP2 modules cannot be copied.
+            # Copies, such as averages of weights, are left alone. FSDP2 modules cannot be copied.
             leave_out_of_copies(model)
-
-    def follow_copy(self, model: nn.Module) -> None:
-        """Attach to `model`, a copy of another model, when it is trained."""
-        self.follow(model, copied=True)
 
     def follow_sharded(self, modules: Sequence[nn.Module]) -> None:
         """Attach to `modules`, which `fully_shard` has just sharded, in place of the modules inside them.
@@ -159,13 +145,11 @@ class Models:
         found = (next((one for one in living if _module_ids(model) & _module_ids(one)), None) for model in models)
         return [one for one in found if one is not None]
 
-    def before_forward(self, kind: _Kind, copied: bool, model: nn.Module, inputs: object) -> None:
+    def before_forward(self, kind: _Kind, model: nn.Module, inputs: object) -> None:
         """Attach to `model` if this forward pass is its first one in training."""
         if model in self._attached or not torch.is_grad_enabled():
             return
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            return
-        if copied and not self._optimizers_of(model):
             return
         known = set(model._forward_pre_hooks)
         attached = self._attached[model] = self._attach(kind, model)

@@ -1,23 +1,20 @@
 """Hugging Face Trainer: `attach` compresses the training of one Trainer, and `follow_trainers` that of all later ones.
 
-Trainers that use the section get logs, resume from complete checkpoints, and refuse unsupported models early.
+Trainers that use the section get logs, and resume from complete checkpoints.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
 from transformers import Trainer
 
 from deepspeed_compress.config import SECTION, parse_section
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.patching import Undo, replace_methods
-from deepspeed_compress.integrations.sections import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.trainer_callback import CompressionCallback, newest_complete_checkpoint
 from deepspeed_compress.launcher.heartbeat import RESUME
 
@@ -31,7 +28,6 @@ def attach(trainer: Trainer) -> Trainer:
 
     Raises:
         ConfigError: if the trainer has no DeepSpeed configuration, or its section is missing or invalid.
-        UnsupportedError: if the model is a PipelineModule.
     """
     ds_config = configuration_of(trainer)
     if ds_config is None:
@@ -39,7 +35,6 @@ def attach(trainer: Trainer) -> Trainer:
             "the trainer does not use DeepSpeed; write TrainingArguments(deepspeed=FILE_OR_DICT), with the section "
             f'"{SECTION}" in the file or dict'
         )
-    refuse_pipeline(trainer.model)
     parse_section(ds_config)
     install()
     # `install` does it when a configuration is read, but that of `trainer` has been read already.
@@ -61,7 +56,6 @@ def follow_trainers() -> Undo:
 
 def _with_callback(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
     """Make a Trainer with a callback, if its configuration has the section."""
-    refuse_pipeline(inspect.signature(original).bind(self, *args, **options).arguments.get("model"))
     original(self, *args, **options)
     if SECTION in (configuration_of(self) or {}):
         add_callback(self)
@@ -113,15 +107,6 @@ def configuration_of(trainer: Trainer) -> dict[str, Any] | None:
     """Return the DeepSpeed configuration that `trainer` uses; None if it does not use DeepSpeed."""
     plugin = trainer.args.deepspeed_plugin
     return None if plugin is None else plugin.hf_ds_config.config
-
-
-def refuse_pipeline(model: object) -> None:
-    if isinstance(model, PipelineModule):
-        raise UnsupportedError(
-            "model: Trainer cannot train a PipelineModule, because Trainer calls forward and backward itself, and the "
-            f"engine of a pipeline has only train_batch (allowed: a model whose forward returns a loss). "
-            f"{INSTEAD_OF_PIPELINE}"
-        )
 
 
 def add_callback(trainer: Trainer) -> None:

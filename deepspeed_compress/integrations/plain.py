@@ -61,7 +61,6 @@ class _FollowTorch:
                     (Optimizer, "__init__", partial(_following, models.optimizers.add)),
                     (GradScaler, "__init__", partial(_following, models.scalers.add)),
                     (DistributedDataParallel, "__init__", partial(_following, models.follow)),
-                    (DistributedDataParallel, "__setstate__", partial(_following, models.follow_copy)),
                 )
             )
             for module, action in _AFTER_TORCH:
@@ -115,7 +114,7 @@ Method = Callable[..., Any]
 
 
 def _following(follow: Callable[[Any], object], original: Method, self: Any, *args: Any, **options: Any) -> None:
-    """Run a constructor (or `__setstate__`, for copies), and pass the new object to `follow`."""
+    """Run a constructor, and pass the new object to `follow`."""
     original(self, *args, **options)
     follow(self)
 

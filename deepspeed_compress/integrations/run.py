@@ -91,14 +91,11 @@ def _explain_no_compression(section: str | None) -> str:
     if section is not None:
         return (
             f"nothing was compressed: --section {section} applies only to DistributedDataParallel and fully_shard "
-            "models, and the program trained none (Accelerate needs fsdp_version 2). With DeepSpeed, write the section "
-            "into the configuration that the script reads."
+            "models, and the program trained none (Accelerate needs fsdp_version 2)"
         )
     return (
-        f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration. Write the section '
-        "into the configuration that the script reads, or, without DeepSpeed, pass --section FILE. Processes that the "
-        "script starts compress, too, unless it changes their PYTHONPATH or starts them on other hosts: then call "
-        "deepspeed_compress.install() in them."
+        f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration. Write it there or, '
+        "without DeepSpeed, pass --section FILE; processes with another PYTHONPATH call deepspeed_compress.install()"
     )
 
 

@@ -8,7 +8,7 @@ from deepspeed_compress.config import SECTION, CompressConfig, check_world, expa
 from deepspeed_compress.config.section import is_misspelled
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
-INSTEAD_OF_PIPELINE = (
+_INSTEAD_OF_PIPELINE = (
     "To train the model as a pipeline, use launch/train_gpt.py, or deepspeed_compress.models.build_parallel, "
     "deepspeed_compress.initialize and engine.train_batch (docs/parallelism.md). Otherwise, use ZeRO or "
     '"tensor" instead of a pipeline.'
@@ -45,6 +45,6 @@ def checked(ds_config: dict[str, Any], frameworks: str) -> tuple[dict[str, Any],
     if section.parallelism is not None and section.parallelism.pipeline > 1:
         raise UnsupportedError(
             f"/{SECTION}/parallelism/pipeline: {section.parallelism.pipeline} is not possible with {frameworks}, which "
-            f"run the model's forward and backward themselves (allowed: 1). {INSTEAD_OF_PIPELINE}"
+            f"run the model's forward and backward themselves (allowed: 1). {_INSTEAD_OF_PIPELINE}"
         )
     return expanded, section

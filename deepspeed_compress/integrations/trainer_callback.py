@@ -9,7 +9,7 @@ import signal
 import statistics
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -39,14 +39,6 @@ def _check_engine(trainer: Trainer) -> None:
             f"/{SECTION}: has no effect, because Trainer does not train a DeepSpeed engine: expected a "
             f"DeepSpeedEngine, got {type(model).__name__}. On the CPU, write TrainingArguments(use_cpu=True) and do "
             "not set ACCELERATE_USE_CPU or --cpu, which make Accelerate ignore DeepSpeed"
-        )
-    if trainer.accelerator.deepspeed_engine_wrapped is None:
-        raise UnsupportedError(
-            f"/{SECTION}: train() would reuse the DeepSpeed engine of an earlier evaluate(), predict() or train() "
-            "of this Trainer. Accelerate has dropped that engine, so backward() would fail, even without this section "
-            "(allowed: one train() for each Trainer, before evaluate() and predict()). Make a new Trainer, or pass "
-            "model_init instead of model. To evaluate before the first step, write "
-            "TrainingArguments(eval_on_start=True)"
         )
     # Not hasattr: the engine forwards unknown attributes to the model.
     if "compression" not in vars(model):
@@ -175,13 +167,6 @@ def use_own_data_order(session: Session, loader: Any) -> None:
     warnings.warn(text, CompressWarning, stacklevel=2)
 
 
-_NEWEST: Mapping[str, Callable[[StepStatistics], float | None]] = {
-    "residual_norm": lambda step: step.residual_norm,
-    "cosine": lambda step: step.cosine,
-}
-"""Figures of which the newest value is logged. For all others, the mean is logged."""
-
-
 def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
     """Return the log entries for the `measured` steps, of which there is at least one.
 
@@ -194,8 +179,9 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
         mean = statistics.fmean(getattr(step, kind) or 0 for step in measured)
         found |= {kind: mean} if mean or kind == "bytes_sent" else {}
     found["time_ms"] = statistics.fmean(step.time_ms for step in measured)
-    for name, read in _NEWEST.items():
-        known = [value for value in map(read, measured) if value is not None]
+    # For these, the newest value counts.
+    for name in ("residual_norm", "cosine"):
+        known = [value for step in measured if (value := getattr(step, name)) is not None]
         found |= {name: known[-1]} if known else {}
     return {f"compression_{name}": value for name, value in found.items()}
 

@@ -2,7 +2,7 @@
 
 Data flows one way: the slices of a model that a rank publishes (`sources`) are encoded as changes (`changes`), which
 form the parts of a version (`parts`, `shares`, `versions`) in a store (`store`), from which a receiver applies them to
-its module (`receiver`). `store_server` serves a store to other hosts, and `served_store` is its client.
+its module (`receiver`). `served_store` shares a store with other hosts.
 """
 
 from deepspeed_compress.rollout.publisher import Published, Publisher

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from deepspeed_compress.errors import RolloutError
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from deepspeed_compress.rollout.receiver import Receiver
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import find_versions, read_manifest

@@ -1,4 +1,4 @@
-"""Parameters of a receiving module, to which slices of a version are applied."""
+"""Parameters of a receiving module, to which slices of a version are applied, and modules that have nothing else."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,8 @@ from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.changes import apply
 from deepspeed_compress.rollout.parts import EncodedSlice, SliceDigest, values_digest
-from deepspeed_compress.rollout.versions import Manifest, model_digest
+from deepspeed_compress.rollout.store import Store
+from deepspeed_compress.rollout.versions import Dtype, Manifest, find_versions, model_digest, read_manifest
 
 
 class ModuleWeights:
@@ -44,7 +45,7 @@ class ModuleWeights:
         held = self._published(place)
         changed = apply(one.payload, held)
         if held.data_ptr() != place.data_ptr():
-            place.copy_((held if held.dtype is place.dtype else _widened(held)).view(place.shape))
+            place.copy_(held.view(place.shape))
         if changed is None or one.slice.rows == 1:
             return None if changed is None else changed + one.slice.start
         row, column = np.divmod(changed, place.shape[1])
@@ -80,27 +81,7 @@ class ModuleWeights:
 
     def _published(self, place: Tensor) -> Tensor:
         """Return the values, flat, in the published type on the CPU: those of `place` itself if it is so, or a copy."""
-        if self._dtype is not torch.float32 and place.dtype is not self._dtype:
-            place = _narrowed(place.float(), self._dtype)
         return place.to("cpu", self._dtype).reshape(-1)
-
-
-def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 values that are exact in `dtype`. The conversion of torch would change the bits of NaNs."""
-    bits = wide.contiguous().view(torch.int32)
-    if dtype is torch.bfloat16:
-        return (bits >> 16).to(torch.int16).view(dtype)
-    nans = (bits >> 16 & -0x8000 | 0x7C00 | bits >> 13 & 0x3FF).to(torch.int16)
-    return torch.where(wide.isnan(), nans, wide.to(dtype).view(torch.int16)).view(dtype)
-
-
-def _widened(values: Tensor) -> Tensor:
-    """Return fp16 values in fp32, and others as given. The conversion of torch would change the bits of NaNs."""
-    if values.dtype is not torch.float16:
-        return values
-    bits = values.view(torch.int16).to(torch.int32)
-    nans = (bits & -0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
-    return torch.where(values.isnan(), nans, values.float().view(torch.int32)).view(torch.float32)
 
 
 def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
@@ -122,3 +103,32 @@ def _check(parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ..
     missing = [name for name, own in parameters.items() if own.numel() and id(own) not in published]
     if missing:
         raise RolloutError(f"the module has parameters that are not published: {', '.join(missing[:3])}")
+
+
+def make_holder(store: Store) -> nn.Module:
+    """Return a module on the CPU with the names, shapes and type of the newest version in `store`, for a `Receiver`.
+
+    Its values are zero until the receiver updates it.
+
+    Raises:
+        RolloutError: nothing has been published.
+    """
+    versions = find_versions(store)
+    if not versions:
+        raise RolloutError("nothing has been published yet: publish the initial weights first")
+    manifest = read_manifest(store, max(versions))
+    return make_module(manifest.tensors, manifest.dtype)
+
+
+def make_module(tensors: Mapping[str, tuple[int, ...]], dtype: Dtype) -> nn.Module:
+    """Return a module on the CPU with parameters of these names and shapes, whose values are zero."""
+    root = nn.Module()
+    for name, shape in tensors.items():
+        parent = root
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=DTYPES[dtype]), requires_grad=False))
+    return root

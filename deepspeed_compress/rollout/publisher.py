@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from deepspeed_compress.rollout.adapters import Adapter, AdapterConfig, AdapterForm, find_adapter
-from deepspeed_compress.rollout.chain import Chain, extend_chain, take_over
 from deepspeed_compress.rollout.parts import SliceDigest
 from deepspeed_compress.rollout.ranks import PublishingRanks, finished
 from deepspeed_compress.rollout.shares import Share, digest_slice, make_manifest, write_share
 from deepspeed_compress.rollout.slices import Region, Slice, find_holders, find_shares
 from deepspeed_compress.rollout.sources import find_held, unwrap
 from deepspeed_compress.rollout.store import Store
-from deepspeed_compress.rollout.versions import Dtype, model_digest
+from deepspeed_compress.rollout.versions import Chain, Dtype, extend_chain, model_digest, take_over
 
 
 @dataclass(frozen=True)

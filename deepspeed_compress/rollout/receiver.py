@@ -1,6 +1,7 @@
 """Reception of published weights by a module that generates with them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +12,7 @@ from torch import nn
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout.module_weights import ModuleWeights
 from deepspeed_compress.rollout.parts import PartEntry, SliceDigest, read_part
-from deepspeed_compress.rollout.request_lock import Request, RequestLock
+from deepspeed_compress.rollout.request_lock import RequestLock
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest
 
@@ -70,20 +71,17 @@ class Receiver:
         self._module, self._store = module, store
         self._lock = RequestLock()
 
-    def request(self) -> Request[int]:
-        """Return a context that keeps updates out of its block, which uses the module. It yields the held version.
-
-        Coroutines enter it by `async with`, which waits for an update while the others of their thread go on.
+    @contextmanager
+    def request(self) -> Iterator[int]:
+        """Keep updates out of the block, which uses the module, and yield the held version. Requests do not nest.
 
         Raises:
-            RolloutError: no version is held, or coroutines of one thread use `with` at the same time.
+            RolloutError: no version is held, or an update waits for another request of this thread.
         """
-        return self._lock.request(self._held_version)
-
-    def _held_version(self) -> int:
-        if self.version is None:
-            raise RolloutError("the module holds no version: call update() until it returns True")
-        return self.version
+        with self._lock.request():
+            if self.version is None:
+                raise RolloutError("the module holds no version: call update() until it returns True")
+            yield self.version
 
     def update(self, version: int | None = None) -> bool:
         """Bring the module to a version. Call it from one thread.

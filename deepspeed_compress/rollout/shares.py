@@ -12,12 +12,11 @@ from torch import Tensor
 
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.rollout.adapters import AdapterConfig
-from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.changes import encode, encode_lossy
 from deepspeed_compress.rollout.parts import EncodedSlice, PartEntry, PartWriter, SliceDigest, values_digest
 from deepspeed_compress.rollout.slices import Slice
 from deepspeed_compress.rollout.store import Store
-from deepspeed_compress.rollout.versions import Changes, Dtype, Manifest, model_digest, part_stem
+from deepspeed_compress.rollout.versions import Chain, Changes, Dtype, Manifest, model_digest, part_stem
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def write_share(
         bits: bits per value of lossy changes; None for exact ones.
     """
     timed, version = _TimedWriter(store), chain.version + 1
-    changes, copies = (PartWriter(timed.put, part_stem(version, kind, rank, chain.claim)) for kind in (False, True))
+    changes, copies = (PartWriter(timed.put, part_stem(version, kind, rank, chain.publisher)) for kind in (False, True))
     shapes, digests = {}, []
     for one, old in zip(slices, repeat(None) if held is None else held, strict=held is not None):
         payload = None if old is None else _encode_change(old.values, one.values, bits)

@@ -7,10 +7,8 @@ each (see `slices.find_shares`).
 
 import sys
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -115,9 +113,7 @@ def _held(name: str, parameter: Any, owner: Any) -> list[Slice]:
     if isinstance(parameter, DTensor):
         return [_sharded(name, parameter)]
     if hasattr(parameter, "ds_tensor"):
-        # The values are those of a meta tensor, until `_zero_3` replaces them.
-        part = torch.empty(tuple(parameter.ds_shape), dtype=parameter.dtype, device="meta")
-        return list(_zero_3(_rectangles(name, part, parameter, owner), parameter))
+        return [_zero_3(name, parameter)]
     return list(_rectangles(name, parameter.detach(), parameter, owner))
 
 
@@ -185,27 +181,19 @@ def _matrix(part: Tensor) -> Tensor:
     return part.reshape(part.shape[:1].numel(), part.shape[1:].numel())
 
 
-def _zero_3(part: Iterator[Slice], parameter: Any) -> Iterator[Slice]:
-    """Yield this rank's partition of a part of a parameter under ZeRO 3, without its padding."""
-    own, slices = parameter.ds_tensor, list(part)
+def _zero_3(name: str, parameter: Any) -> Slice:
+    """Return this rank's partition of a parameter under ZeRO 3, without its padding."""
+    own, record = parameter.ds_tensor, getattr(parameter, _SPLIT, None)
     if own.status.name != "AVAILABLE" or not own.is_floating_point():
         raise UnsupportedError(
-            f'the partition of parameter "{slices[0].name}" is on NVMe or quantized, and cannot be published; write '
+            f'the partition of parameter "{name}" is on NVMe or quantized, and cannot be published; write '
             '"offload_param": {"device": "cpu"} at most'
         )
-    if getattr(parameter, HF_TRANSPOSED, False) or (len(slices) > 1 and any(one.stride for one in slices)):
-        raise UnsupportedError(
-            f'parameter "{slices[0].name}" is split by columns of several matrices, and again by ZeRO 3; use ZeRO 2'
-        )
+    if getattr(parameter, HF_TRANSPOSED, False) or (record is not None and record["partition_dim"] is not None):
+        raise UnsupportedError(f'parameter "{name}" is split by tensor parallelism, and again by ZeRO 3; use ZeRO 2')
     begin = parameter.ds_process_group.rank() * own.ds_numel
-    end, flat = min(begin + own.ds_numel, parameter.ds_numel), own.detach().view(-1)
-    passed = 0
-    for one in slices:
-        first, last = max(begin, passed), min(end, passed + one.values.numel())
-        for piece in one.cut(first - passed, max(0, last - first)):
-            values, flat = flat[: piece.values.numel()], flat[piece.values.numel() :]
-            yield replace(piece, values=values.view(piece.values.shape))
-        passed += one.values.numel()
+    values = own.detach().view(-1)[: max(0, parameter.ds_numel - begin)]
+    return Slice(name, tuple(parameter.ds_shape), begin, 1, 0, values.view(1, -1))
 
 
 def _sharded(name: str, parameter: DTensor) -> Slice:

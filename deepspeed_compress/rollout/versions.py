@@ -1,13 +1,16 @@
-"""Versions in a store: manifests, and which versions a receiver needs.
+"""Versions in a store: manifests, which versions a receiver needs, and the chain that a publisher extends.
 
 A version is a set of parts and a manifest. The manifest is written last, so a version whose manifest can be read is
 complete. It lists the parts with the changes since the version before, and for a full copy also those with all values.
+One publisher at a time extends the chain of versions.
 """
 
 import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import ValidationError
@@ -21,9 +24,8 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 """Data type of published weights."""
 
 _MANIFEST, _FULL, _CHANGES = "manifest", "full", "changes"
-_CLAIM = "publisher"
-"""Blob with the claim of the publisher that has started last."""
-_CLAIM_DIGITS = 9
+_PUBLISHER_DIGITS = 9
+"""Digits of the name of a publisher in the names of its parts."""
 _DIGITS = 12
 """Digits of a version in the names of its blobs."""
 _OF_VERSION = re.compile(rf"(\d{{{_DIGITS}}})\.")
@@ -78,24 +80,9 @@ def _line(one: SliceDigest) -> str:
     return f"{one.name}\0{one.start}\0{one.numel}\0{one.digest}{rows}\n"
 
 
-def claim_store(store: Store) -> str:
-    """Take over a store from all other publishers. Return the claim: digits that no other publisher has."""
-    claim = f"{secrets.randbelow(10**_CLAIM_DIGITS):0{_CLAIM_DIGITS}d}"
-    store.put(_CLAIM, claim.encode())
-    return claim
-
-
-def holds_claim(store: Store, claim: str) -> bool:
-    """Return True unless another publisher has taken over the store since `claim`."""
-    try:
-        return store.get(_CLAIM) == claim.encode()
-    except KeyError:
-        return False
-
-
-def part_stem(version: int, full: bool, rank: int, claim: str) -> str:
-    """Return the beginning of the names of a rank's parts. No publisher replaces parts of another claim."""
-    return f"{_prefix(version)}{_FULL if full else _CHANGES}.{rank:05d}.{claim}"
+def part_stem(version: int, full: bool, rank: int, publisher: str) -> str:
+    """Return the beginning of the names of a rank's parts. No publisher replaces parts of another one."""
+    return f"{_prefix(version)}{_FULL if full else _CHANGES}.{rank:05d}.{publisher}"
 
 
 def _prefix(version: int) -> str:
@@ -143,19 +130,54 @@ def read_manifest(store: Store, version: int) -> Manifest:
     return manifest
 
 
-def delete_old_versions(store: Store, keep: int) -> None:
-    """Delete everything before the oldest of the newest `keep` full copies."""
-    full = find_full_copies(store)
-    if len(full) >= keep:
-        _delete(store, range(full[-keep]))
+@dataclass(frozen=True)
+class Chain:
+    """End of the chain of versions in a store.
+
+    Attributes:
+        version: the newest version; 0 in an empty store.
+        digest: its model digest; empty if no change may be based on it.
+        full: the newest version with a full copy.
+        publisher: digits that no other publisher has.
+    """
+
+    version: int
+    digest: str
+    full: int
+    publisher: str
 
 
-def delete_unfinished(store: Store, newest: int) -> None:
-    """Delete what a killed publisher has left after the `newest` complete version, and what it left of a claim."""
+def take_over(store: Store, dtype: Dtype) -> Chain:
+    """Take over a store, delete what a killed publisher left behind the end of its chain, and return that end."""
+    newest = max(find_versions(store), default=0)
     _delete(store, range(newest + 1, 10**_DIGITS))
-    for name in store.names():
-        if name.startswith(f"{_CLAIM}."):
-            store.delete(name)
+    full, digest = max(find_full_copies(store), default=0), ""
+    # A damaged manifest proves nothing, and no change leads to the bits of another type.
+    with suppress(RolloutError):
+        manifest = read_manifest(store, newest)
+        digest = manifest.digest if manifest.dtype == dtype else ""
+    return Chain(newest, digest, full, f"{secrets.randbelow(10**_PUBLISHER_DIGITS):0{_PUBLISHER_DIGITS}d}")
+
+
+def extend_chain(store: Store, chain: Chain, manifest: Manifest, keep_full: int) -> int:
+    """Complete the version of `manifest`, and delete everything before the oldest of `keep_full` full copies.
+
+    Returns:
+        The bytes of the manifest.
+
+    Raises:
+        RolloutError: another publisher has written to the store since `chain` was read.
+    """
+    newest = max(find_versions(store), default=0)
+    if newest > chain.version:
+        raise RolloutError(
+            f"another publisher has written version {newest} to the same store; end it, or use another store"
+        )
+    size = write_manifest(store, manifest)
+    full = find_full_copies(store)
+    if len(full) >= keep_full:
+        _delete(store, range(full[-keep_full]))
+    return size
 
 
 def _delete(store: Store, versions: range) -> None:

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.rollout import open_store
-from deepspeed_compress.rollout.holder import make_module
+from deepspeed_compress.rollout.module_weights import make_module
 from deepspeed_compress.rollout.publisher import Publisher
 from deepspeed_compress.rollout.versions import Dtype
 from deepspeed_compress.rollout.vllm import BACKEND, follow_weights, load_version

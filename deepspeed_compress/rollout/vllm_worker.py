@@ -40,7 +40,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import open_store
 from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from deepspeed_compress.rollout.receiver import Receiver
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import find_versions

@@ -222,10 +222,6 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--directory", type=Path, required=True, metavar="DIR", help="directory for the versions")
     what = "directory of the checkpoint that the engines were started with; leave it out for adapters"
     export.add_argument("--model", type=Path, metavar="DIR", help=what)
-    what = "kind of changes: overwrite is larger, but applying it twice does no harm (default: xor)"
-    export.add_argument("--encoding", choices=("xor", "overwrite"), help=what)
-    what = "kind of checksums (default: xxh3-128)"
-    export.add_argument("--checksum", choices=("xxh3-128", "adler32"), help=what)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -151,8 +151,8 @@ def serve_rollout(options: argparse.Namespace) -> int:
         ConfigError: the secret or the TLS files cannot be used.
     """
     # Only this server needs torch.
+    from deepspeed_compress.rollout.served_store import StoreServer
     from deepspeed_compress.rollout.store import DirectoryStore
-    from deepspeed_compress.rollout.store_server import StoreServer
 
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     credentials = Credentials(find_secret(options.secret_file), find_tls())
@@ -180,23 +180,14 @@ def export_rollout(options: argparse.Namespace) -> int:
 
 
 def _exporter(options: argparse.Namespace) -> Any:
-    """Return the exporter of weights or, without a model, of adapters.
-
-    Raises:
-        ConfigError: an option has no effect on adapters.
-    """
+    """Return the exporter of weights or, without a model, of adapters."""
     from deepspeed_compress.rollout import open_store
     from deepspeed_compress.rollout.adapter_export import AdapterExporter
     from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
 
     store = open_store(options.store)
-    encoding, checksum = options.encoding, options.checksum
     if options.model is not None:
-        return CheckpointExporter(store, options.directory, options.model, encoding or "xor", checksum or "xxh3-128")
-    if encoding or checksum:
-        raise ConfigError(
-            "--encoding and --checksum: have no effect on adapters; leave them out, or write --model, too"
-        )
+        return CheckpointExporter(store, options.directory, options.model)
     return AdapterExporter(store, options.directory)
 
 

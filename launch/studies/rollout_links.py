@@ -28,9 +28,8 @@ from torch import nn
 
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.rollout import Publisher, Receiver
-from deepspeed_compress.rollout.served_store import ServedStore
+from deepspeed_compress.rollout.served_store import ServedStore, StoreServer
 from deepspeed_compress.rollout.store import DirectoryStore, Store
-from deepspeed_compress.rollout.store_server import StoreServer
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.transport.credentials import SECRET

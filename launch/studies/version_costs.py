@@ -23,8 +23,8 @@ from torch import Tensor
 
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
-from deepspeed_compress.rollout.hf_delta import write_delta
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.checkpoint_export import write_delta
+from deepspeed_compress.rollout.module_weights import make_holder
 
 TOKENS = 256
 """Tokens of a step."""
@@ -111,7 +111,7 @@ def xor(trainer: "Trainer", rate: float, directory: str) -> tuple[float, float]:
     trainer.step(rate)
     with TemporaryDirectory(dir=directory) as place:
         begin = time.perf_counter()
-        write_delta(Path(place), 1, old, trainer.weights(), "xor", "xxh3-128")
+        write_delta(Path(place), 1, old, trainer.weights())
         seconds = time.perf_counter() - begin
         return sum(file.stat().st_size for file in Path(place).iterdir()) / 1e6, seconds
 

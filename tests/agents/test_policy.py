@@ -313,10 +313,10 @@ def test_requests_are_answered_by_the_held_version_while_the_store_is_away(caplo
     receiver = Away()
     updates = Updates(receiver)
     policy = Policy(network(), PAD, END, updates, idle_s=0.001)
-    answers, request = client(policy=policy), {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
+    answers = client(policy=policy)
     with caplog.at_level(logging.WARNING):
         receiver.away = True
-        found = [answers.post("/v1/chat/completions", json=request) for _ in range(3)]
+        found = [ask(answers, max_tokens=2) for _ in range(3)]
         assert [one.status_code for one in found] == [200] * 3
         [said] = [record.getMessage() for record in caplog.records]
         assert said.endswith("goes on answering: the store is away")
@@ -330,7 +330,7 @@ def test_requests_are_answered_by_the_held_version_while_the_store_is_away(caplo
             policy.submit((1,), Sampling(1)).result(60)
         assert len(caplog.records) == 2
     receiver.breaks = True
-    while answers.post("/v1/chat/completions", json=request).status_code != 503:
+    while ask(answers, max_tokens=2).status_code != 503:
         pass
     policy.stop()
 
@@ -353,12 +353,6 @@ def test_a_store_that_takes_long_to_fail_is_asked_seldom(monkeypatch: pytest.Mon
     assert receiver.calls == 3
 
 
-def test_a_policy_that_has_stopped_answers_nothing() -> None:
-    policy = Policy(network(), PAD, END, idle_s=0.001)
-    policy.stop()
-    assert policy.submit((1,), Sampling(4)).cancelled()
-
-
 @pytest.mark.parametrize("kind", [RolloutError, ConnectionError])
 def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: type[Exception]) -> None:
     broken = threading.Event()
@@ -370,19 +364,16 @@ def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: 
 
     policy = Policy(network(), PAD, END, update, idle_s=0.001)
     answers = client(policy=policy)
-    request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
-    assert answers.post("/v1/chat/completions", json=request).status_code == 200
+    assert ask(answers, max_tokens=2).status_code == 200
     broken.set()
-    refused = answers.post("/v1/chat/completions", json=request)
-    # The update before this request may have succeeded.
-    while refused.status_code == 200:
-        refused = answers.post("/v1/chat/completions", json=request)
+    # The update before the first request may have succeeded.
+    while (refused := ask(answers, max_tokens=2)).status_code == 200:
+        pass
     assert refused.status_code == 503
     assert "the store is away" in refused.json()["error"]["message"]
     broken.clear()
-    answer = answers.post("/v1/chat/completions", json=request)
-    while answer.status_code == 503:
-        answer = answers.post("/v1/chat/completions", json=request)
+    while (answer := ask(answers, max_tokens=2)).status_code == 503:
+        pass
     assert answer.status_code == 200
     policy.stop()
 
@@ -390,10 +381,14 @@ def test_requests_during_a_failed_update_fail_and_later_ones_are_answered(kind: 
 def test_requests_to_a_policy_that_has_stopped_fail() -> None:
     policy = Policy(network(), PAD, END, idle_s=0.001)
     policy.stop()
-    request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
-    refused = client(policy=policy).post("/v1/chat/completions", json=request)
+    refused = ask(client(policy=policy))
     error = {"message": "the policy has stopped", "type": "server_error", "param": None, "code": None}
     assert (refused.status_code, refused.json()) == (503, {"error": error})
+
+
+def ask(to: Any, **fields: Any) -> Any:
+    """Return the answer of a client's endpoint."""
+    return to.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "1+1="}], **fields})
 
 
 def client(secret: str | None = None, policy: Policy | None = None) -> Any:
@@ -460,24 +455,18 @@ def test_a_body_that_is_too_large_is_refused(chunked: bool, monkeypatch: pytest.
 
 def test_a_request_without_max_tokens_gets_what_fits() -> None:
     policy = Policy(choosing(3), PAD, END, idle_s=0.001)
-    request = {"messages": [{"role": "user", "content": "1+1="}]}
-    answer = client(policy=policy).post("/v1/chat/completions", json=request).json()
+    answer = ask(client(policy=policy)).json()
     assert answer["choices"][0]["token_ids"] == [3] * 16
-    full = {"messages": [{"role": "user", "content": "1" * 20}]}
-    assert (
-        "up to 21 tokens (allowed: 20)" in client().post("/v1/chat/completions", json=full).json()["error"]["message"]
-    )
 
 
 def test_an_unknown_model_is_refused_as_by_openai() -> None:
-    request = {"model": "gpt-5", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
     answers = client()
-    refused = answers.post("/v1/chat/completions", json=request)
+    refused = ask(answers, model="gpt-5")
     message = '/model: "gpt-5" does not exist (allowed: "policy")'
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "model_not_found"}
     assert (refused.status_code, refused.json()) == (404, {"error": error})
     for one in answers.get("/v1/models").json()["data"]:
-        assert answers.post("/v1/chat/completions", json=request | {"model": one["id"]}).status_code == 200
+        assert ask(answers, model=one["id"]).status_code == 200
 
 
 def test_tokens_in_flight_are_limited_and_given_back() -> None:
@@ -510,29 +499,12 @@ def test_an_error_of_the_model_has_openais_form() -> None:
     from fastapi.testclient import TestClient
 
     answers = TestClient(client(policy=Policy(model, PAD, END)).app, raise_server_exceptions=False)
-    refused = answers.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "1+1="}]})
+    refused = ask(answers)
     assert (refused.status_code, refused.json()["error"]["type"]) == (500, "server_error")
 
 
-def test_openais_client_gets_its_own_errors() -> None:
-    openai = pytest.importorskip("openai", reason="openai is not installed: pip install -e .[agents]")
-    ask = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
-    for key, model, error in (
-        ("wrong", "policy", openai.AuthenticationError),
-        ("secret", "gpt-5", openai.NotFoundError),
-        ("secret", "policy", None),
-    ):
-        asking = openai.OpenAI(base_url="http://testserver/v1", api_key=key, http_client=client("secret"))
-        if error is None:
-            assert asking.chat.completions.create(model=model, temperature=1e-30, **ask).model == "policy@12"
-        else:
-            with pytest.raises(error):
-                asking.chat.completions.create(model=model, **ask)
-
-
 def test_positions_that_the_model_does_not_have_are_refused() -> None:
-    request = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 17}
-    refused = client().post("/v1/chat/completions", json=request)
+    refused = ask(client(), max_tokens=17)
     assert refused.status_code == 400
     assert "up to 21 tokens (allowed: 20)" in refused.json()["error"]["message"]
 

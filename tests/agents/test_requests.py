@@ -114,6 +114,7 @@ def test_defaults_that_clients_send_are_served(fields: dict[str, Any]) -> None:
         ("top_logprobs", 2, "0, null"),
         ("tool_choice", "required", '"none", "auto", null'),
         ("top_k", 50, "-1, 0, null"),
+        ("unknown", False, "null"),
     ],
 )
 def test_fields_that_would_change_an_answer_are_refused_by_name(name: str, value: Any, allowed: str) -> None:

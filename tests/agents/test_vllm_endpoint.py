@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from deepspeed_compress.agents.vllm_endpoint import ServerWeights, make_vllm_endpoint
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher
+from tests.support import http_servers
 
 QUESTION = {"messages": [{"role": "user", "content": "1+1="}]}
 
@@ -35,35 +36,23 @@ class Server(ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []
         self.allowed, self.status = threading.Event(), 200
         self.allowed.set()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http_servers.Handler, BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        self.server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.requests.append(self.read_json())
         assert self.server.allowed.wait(60)
         data = json.dumps({"model": "policy", "choices": [{"token_ids": [1]}], "prompt_token_ids": [0]}).encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None: ...
+        self.answer(data, self.server.status)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as found:
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
+    with http_servers.serving(found := Server()):
         yield found
-        found.shutdown()
-        thread.join()
 
 
 class Engine:
@@ -181,24 +170,3 @@ def test_a_version_that_cannot_be_loaded_ends_the_following(server: Server, tmp_
         with pytest.raises(RolloutError, match="it cannot be loaded"):
             following.result(60)
     assert job.weights.version is None
-
-
-def test_a_server_keeps_its_version_while_the_store_is_away(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, stopped = Job(tmp_path, server.url), threading.Event()
-    job.publish()
-    job.weights.update()
-    asked = threading.Event()
-
-    def names() -> list[str]:
-        asked.set()
-        raise OSError("the disk is away")
-
-    monkeypatch.setattr(job.weights._store, "names", names)
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(job.weights.follow, stopped)
-        assert asked.wait(60)
-        stopped.set()
-        following.result(60)
-    assert job.weights.version == 1

@@ -12,8 +12,7 @@ from typing import IO
 import pytest
 
 from deepspeed_compress.rollout import DirectoryStore
-from deepspeed_compress.rollout.served_store import ServedStore
-from deepspeed_compress.rollout.store_server import LIMITS, STORE, StoreServer
+from deepspeed_compress.rollout.served_store import LIMITS, STORE, ServedStore, StoreServer
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, encode
 from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated, raw_bytes
@@ -58,7 +57,7 @@ SERVE = """
 import sys
 from pathlib import Path
 from deepspeed_compress.rollout import DirectoryStore
-from deepspeed_compress.rollout.store_server import StoreServer
+from deepspeed_compress.rollout.served_store import StoreServer
 from tests.support.transport import CREDENTIALS
 with StoreServer(DirectoryStore(Path(sys.argv[1])), "127.0.0.1", 0, CREDENTIALS) as server:
     print(server.port, flush=True)

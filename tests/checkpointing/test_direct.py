@@ -112,8 +112,3 @@ def test_many_parts(tmp_path: Path) -> None:
 def test_a_file_that_was_longer_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 9 * BLOCK)
     check(tmp_path / "file", [b"short"])
-
-
-def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        DirectFile(tmp_path / "gone" / "file")

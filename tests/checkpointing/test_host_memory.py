@@ -221,16 +221,6 @@ def test_one_copy_is_on_its_way_at_a_time_and_the_last_that_arrived_stays():
     assert catalog.tags_to_keep() == {"1", "5", "6"}
 
 
-def test_a_failure_is_news_once_and_after_a_success():
-    catalog = MemoryCatalog(copies=False)
-    for number in range(1, 6):
-        catalog.begin(number, str(number))
-    catalog.written = 2
-    assert [catalog.mark_failed(number, False) for number in (1, 1, 2)] == [True, True, False]
-    catalog.written = 5
-    assert catalog.mark_failed(5, False)
-
-
 def test_hosts_receive_only_the_files_that_their_ranks_read(tmp_path):
     def of(rank: int, *names: str) -> FileList:
         return FileList(1, "run", 1, 4, rank, 3, True, dict.fromkeys(names, (1, "")))

@@ -3,19 +3,15 @@
 import json
 import os
 import signal
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from deepspeed_compress.checkpointing import completeness as files
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.checkpointing.deepspeed.engine_files import DirectFile
-from deepspeed_compress.checkpointing.deepspeed.writer_queue import WriterQueue
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_directory import find_host_saves
-from deepspeed_compress.checkpointing.writer import Outcome
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.state_description import read_description
 from deepspeed_compress.errors import StateError
@@ -161,19 +157,6 @@ def test_temporary_names_that_are_links_overwrite_no_other_file(tmp_path: Path) 
     with pytest.raises(OSError, match="symbolic links"):
         hold_state(tmp_path / "state.json")
     assert (tmp_path / "precious").read_text() == "contents"
-
-
-def test_a_removal_that_fails_is_no_failure_of_the_new_checkpoint(tmp_path: Path) -> None:
-    """A queue reports it as a notice, so `on_error: stop` does not stop training."""
-    queue = WriterQueue(interval=SimpleNamespace(by_time=False))  # type: ignore[arg-type]
-    try:
-        queue._writer.outcomes = lambda wait: [Outcome(save(tmp_path, 1), "", notice="busy")]  # type: ignore[union-attr]
-        queue._used.append((SimpleNamespace(save=save(tmp_path, 1)), queue.take_memory()))  # type: ignore[arg-type]
-        queue.collect(wait=False)
-        assert (queue.failed, queue.take_notices(), queue.take_notices()) == (False, ["busy"], [])
-    finally:
-        queue.close()
-        warnings.resetwarnings()
 
 
 def test_links_in_the_memory_of_a_host_are_kept(tmp_path: Path) -> None:

@@ -5,12 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import pytest
 from accelerate import DeepSpeedPlugin
-from deepspeed.pipe import PipelineModule
-from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations import HfDeepSpeedConfig
 
 import deepspeed_compress
@@ -101,20 +97,3 @@ def stages(rank: int, directory: str) -> list[object]:
 
 def test_the_stage_may_be_set_only_in_the_section(tmp_path: Path) -> None:
     assert run_forks(2, stages, str(tmp_path)) == [[3, True]] * 2
-
-
-def pipeline_in_trainer(rank: int, directory: str) -> str:
-    deepspeed_compress.install()
-
-    args = TrainingArguments(output_dir=directory, deepspeed=config({}), use_cpu=True)
-    deepspeed.init_distributed("gloo")
-    model = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2)
-    with pytest.raises(UnsupportedError) as raised:
-        Trainer(model, args)
-    return str(raised.value)
-
-
-def test_a_pipeline_module_is_refused(tmp_path: Path) -> None:
-    for text in run_forks(2, pipeline_in_trainer, str(tmp_path)):
-        assert "PipelineModule" in text
-        assert "build_parallel" in text

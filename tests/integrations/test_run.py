@@ -1,6 +1,5 @@
 """`ds-compress run`: the command for each launcher, and unmodified scripts that it starts."""
 
-import argparse
 import json
 import os
 import shlex
@@ -15,8 +14,6 @@ from deepspeed_compress import ConfigError, cli
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
 from deepspeed_compress.integrations.launch import LAUNCHERS, find_configurations, find_program, launch_command
-from deepspeed_compress.tools import run
-from deepspeed_compress.tools.options import add_run_arguments
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
 from tests.support.messages import caught_warnings
@@ -36,6 +33,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return tmp_path / "train.py"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that would have replaced this process."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    return commands
 
 
 @pytest.mark.parametrize(
@@ -65,20 +70,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.usefixtures("script")
-def test_all_arguments_are_passed_on(launcher: str, given: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    def exec_instead(path: str, arguments: list[str]) -> None:
-        assert path == arguments[0] == sys.executable
-        started.append(arguments[1:])
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", exec_instead)
+def test_all_arguments_are_passed_on(launcher: str, given: str, command: str, started: list[list[str]]) -> None:
     chosen = [] if launcher == "deepspeed" else ["--launcher", launcher]
     for own in (chosen, [f"--launcher={launcher}"]):
-        with pytest.raises(SystemExit):
-            cli.main(["run", *own, *shlex.split(given)])
-    assert started == [shlex.split(command)] * 2
+        cli.main(["run", *own, *shlex.split(given)])
+    assert started == [[sys.executable, *shlex.split(command)]] * 2
 
 
 def test_no_python_is_refused() -> None:
@@ -136,13 +132,6 @@ deepspeed_compress.initialize(model=model, model_parameters=list(model.parameter
 """
 
 
-def test_a_program_that_calls_initialize_itself_does_not_warn(tmp_path: Path) -> None:
-    script = tmp_path / "ours.py"
-    script.write_text(CALLS_INITIALIZE)
-    [(_, warned)] = run_forks(1, run_here, str(script), [])
-    assert not any("nothing was compressed" in text for text in warned)
-
-
 @pytest.mark.parametrize(
     ("content", "options", "text"),
     [
@@ -152,20 +141,13 @@ def test_a_program_that_calls_initialize_itself_does_not_warn(tmp_path: Path) ->
         ({"train_batch_size": 1}, "--other {}", ""),
     ],
 )
-@pytest.mark.usefixtures("script")
+@pytest.mark.usefixtures("script", "started")
 def test_a_file_without_the_section_warns_before_the_start(
-    content: Any,
-    options: str,
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    content: Any, options: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(content))
-    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
-    with pytest.raises(SystemExit):
-        cli.main(["run", "train.py", *options.format(file).split()])
+    cli.main(["run", "train.py", *options.format(file).split()])
     stderr = capsys.readouterr().err
     assert text in stderr
     assert (f"warning: {file}: nothing will be compressed" in stderr) is bool(text)
@@ -180,30 +162,34 @@ def test_a_file_without_the_section_warns_before_the_start(
     ],
 )
 def test_a_misspelled_section_is_refused(
-    content: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: Any, text: str, tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A misspelled section would train uncompressed, which needs --allow-uncompressed."""
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
     rest = ["train.py", "--deepspeed_config=ds.json"]
     assert cli.main(["run", *rest]) == 1
     stderr = capsys.readouterr().err
     assert text in stderr
     assert stderr.count("\n") == 1
-    with pytest.raises(SystemExit):
-        cli.main(["run", "--allow-uncompressed", *rest])
+    assert not started
+    cli.main(["run", "--allow-uncompressed", *rest])
     assert text in capsys.readouterr().err
+    assert started
 
 
 @pytest.mark.usefixtures("script")
 @pytest.mark.parametrize("own", [[], ["--restarts", "3", "--ranks", "2"]])
 def test_an_invalid_section_is_one_line_before_anything_starts(
-    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: list[str],
+    tmp_path: Path,
+    started: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({SECTION: {"gradients": {"bit": 4}}}))
-    monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
-    monkeypatch.setattr("deepspeed_compress.tools.run._run_agent", lambda *given: pytest.fail("started"))
+    monkeypatch.setattr("deepspeed_compress.tools.run._run_agent", started.append)
     assert cli.main(["run", *own, "train.py", "--deepspeed", "ds.json"]) == 1
+    assert not started
     stderr = capsys.readouterr().err
     assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in stderr
     assert stderr.count("\n") == 1
@@ -211,11 +197,11 @@ def test_an_invalid_section_is_one_line_before_anything_starts(
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "none"])
 def test_a_missing_script_file_is_reported_before_anything_starts(
-    launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
     assert cli.main(["run", "--launcher", launcher, "nowhere/train.py", "--flag"]) == 1
     assert capsys.readouterr().err.startswith("ds-compress: error: nowhere/train.py: no such file")
+    assert not started
 
 
 @pytest.fixture
@@ -236,9 +222,7 @@ def test_a_launcher_needs_the_path_of_a_program(program: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["trainer-cli", "{}", "--launcher none trainer-cli", "--launcher=none {}"])
-def test_a_program_starts_its_ranks_itself(given: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(run, "_exec", started.append)
+def test_a_program_starts_its_ranks_itself(given: str, program: Path, started: list[list[str]]) -> None:
     cli.main(["run", *given.format(program).split(), "train", "x.yaml", "--launcher", "x"])
     rest = f"--program {program} train x.yaml --launcher x"
     assert started == [[sys.executable, *f"-m deepspeed_compress.integrations.run {rest}".split()]]
@@ -253,9 +237,7 @@ def test_a_program_starts_its_ranks_itself(given: str, program: Path, monkeypatc
     ],
 )
 @pytest.mark.usefixtures("script")
-def test_a_launcher_may_be_written_as_usual(given: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(run, "_exec", started.append)
+def test_a_launcher_may_be_written_as_usual(given: str, launcher: str, started: list[list[str]]) -> None:
     cli.main(["run", *given.split()])
     rest = given.removeprefix("accelerate launch").removeprefix(launcher).split()
     assert started == [launch_command(launcher, rest)]
@@ -292,13 +274,13 @@ def test_a_program_is_not_restarted(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_the_section_that_a_yaml_file_names_is_checked_before_the_start(
-    text: str, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, arguments: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("x.yaml").write_text(text)
     Path("y.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}\n")
     Path("ds.json").write_text(json.dumps({SECTION: {"gradients": {"bit": 4}}}))
-    monkeypatch.setattr(run, "_exec", lambda command: pytest.fail("started"))
     assert cli.main(["run", "trainer-cli", "train", *arguments.split()]) == 1
+    assert not started
     stderr = capsys.readouterr().err
     assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in stderr
     assert stderr.count("\n") == 1
@@ -317,12 +299,9 @@ def test_other_yaml_files_are_left_to_the_program(text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("arguments", ["--deepspeed zero3", "--deepspeed=zero3", "x.yaml"])
-@pytest.mark.usefixtures("program")
-def test_a_configuration_that_a_framework_ships_is_reported(
-    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("program", "started")
+def test_a_configuration_that_a_framework_ships_is_reported(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.yaml").write_text("deepspeed: zero3\n")
-    monkeypatch.setattr(run, "_exec", lambda command: 0)
     cli.main(["run", "trainer-cli", "sft", *arguments.split()])
     assert "zero3: nothing will be compressed: the framework's own configuration" in capsys.readouterr().err
 
@@ -335,12 +314,11 @@ def test_hosts_of_a_hostfile_may_have_a_script_that_is_missing_here(tmp_path: Pa
 
 @pytest.mark.usefixtures("script")
 def test_unreadable_configurations_are_left_to_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.json").write_text("{")
-    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
-    with pytest.raises(SystemExit):
-        cli.main(["run", "train.py", "--deepspeed", str(tmp_path / "broken.json"), "--deepspeed", "missing.json"])
+    cli.main(["run", "train.py", "--deepspeed", str(tmp_path / "broken.json"), "--deepspeed", "missing.json"])
+    assert started
     assert capsys.readouterr().err == ""
 
 
@@ -412,15 +390,6 @@ def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_invalid_section_ends_the_script(tmp_path: Path) -> None:
-    """Without a launcher, the exit code and the error of the script are passed on."""
-    wrong = config_file(tmp_path, {"gradients": {"bit": 4}})
-    done = start("none", SCRIPT, str(tmp_path), "--deepspeed", wrong)
-    assert done.returncode == 1
-    assert f"/{SECTION}/gradients/bit: unknown key" in done.stderr
-
-
-@pytest.mark.slow
 def test_trainer_refuses_to_train_if_accelerate_ignores_deepspeed(
     port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,16 +439,6 @@ def test_the_trainer_example_trains_saves_and_resumes(port: str, tmp_path: Path)
     assert logs[1]["loss"] < logs[0]["loss"]
     assert json.loads((output / "eval_results.json").read_text())["perplexity"] < 300
     assert (output / "model.safetensors").is_file()
-
-
-def test_every_launcher_can_be_chosen() -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["run", "--launcher", "slurm", "train.py"])
-    assert stop.value.code == 2
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    [choices] = [action.choices for action in parser._actions if action.choices]
-    assert set(choices) == LAUNCHERS.keys()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

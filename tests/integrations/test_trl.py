@@ -1,9 +1,6 @@
 """Trainers of TRL: supervised fine-tuning and GRPO. They need the extra `trl`."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +14,11 @@ import deepspeed_compress
 from deepspeed_compress.agents.generation import Sampling, complete
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Receiver, open_store
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
+from tests.support import http_servers
 from tests.support.forks import run_forks
+from tests.support.http_servers import serving
 from tests.support.jobs import weights
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: pip install trl")
@@ -200,42 +199,21 @@ class Server(ThreadingHTTPServer):
         ]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http_servers.Handler, BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
         config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
         answers = {"/health": {}, "/v1/models": {"data": [{"id": "policy"}]}, "/server_info": {"vllm_config": config}}
-        self.answer(answers[self.path.partition("?")[0]])
+        self.answer(json.dumps(answers[self.path.partition("?")[0]]).encode())
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        body, found = self.read_json(), {}
         if self.path == "/v1/completions":
-            self.answer({"choices": self.server.choices(body)})
+            found = {"choices": self.server.choices(body)}
         else:
             self.server.call(self.path.partition("?")[0], body)
-            self.answer({"success": True})
-
-    def answer(self, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None: ...
-
-
-@contextmanager
-def served() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+        self.answer(json.dumps(found).encode())
 
 
 def pretend_vllm() -> None:
@@ -277,8 +255,7 @@ UPDATE = [
 
 @pytest.mark.parametrize("adapters", [None, "merged"])
 def test_a_server_generates_with_the_published_weights_of_each_step(adapters: str | None, tmp_path: Path) -> None:
-    with served() as server:
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(server := Server()) as url:
         trained = run_forks(2, train_with_server, str(tmp_path), url, adapters)[0]
     assert server.calls == ["/init_weight_transfer_engine", *UPDATE * 3]
     assert server.labels == ["1", "2", "3"]
@@ -289,8 +266,7 @@ def test_a_server_generates_with_the_published_weights_of_each_step(adapters: st
 
 
 def test_a_server_generates_with_the_published_adapter_of_each_step(tmp_path: Path) -> None:
-    with served() as server:
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(server := Server()) as url:
         trained = run_forks(2, train_with_server, str(tmp_path), url, "alone")[0]
     load = ["/v1/load_lora_adapter", "completions"]
     assert server.calls == [*load, *load, load[0], "/v1/unload_lora_adapter", load[1]]
@@ -326,8 +302,8 @@ def refused(rank: int, directory: str, url: str) -> list[str]:
 
 
 def test_what_no_server_can_follow_is_refused(tmp_path: Path) -> None:
-    with served() as server:
-        found, *_ = run_forks(2, refused, str(tmp_path), f"http://127.0.0.1:{server.server_port}")
+    with serving(Server()) as url:
+        found, *_ = run_forks(2, refused, str(tmp_path), url)
     colocated, unpublished, unclear, nowhere = found
     assert "vllm_mode is 'colocate', but only a server loads published weights" in colocated
     assert 'no weights are published; write "rollout"' in unpublished

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed_compress.errors import ConfigError, RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
-from deepspeed_compress.rollout.chain import take_over
 from deepspeed_compress.rollout.changes import apply, encode_lossy
-from deepspeed_compress.rollout.versions import find_versions
 from tests.support.forks import run_forks
 
 KINDS: Mapping[torch.dtype, Any] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -36,29 +34,17 @@ def nans(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_every_number_of_16_bits_arrives_in_a_wider_module(is_wide: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_number_of_16_bits_arrives(is_wide: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In a wider module, NaNs have other bits."""
     wide, kind, every = torch.float32 if is_wide else dtype, KINDS[dtype], nans(dtype)
+    every = every[~every.isnan()] if is_wide else every
     trained, store = Values(torch.zeros_like(every)), DirectoryStore(tmp_path)
     publisher, receiver = Publisher(trained, store, kind), Receiver(Values(torch.zeros(len(every), dtype=wide)), store)
     for values in (every, every.roll(1), torch.zeros_like(every), every):
         trained.values.data.copy_(values)
         publisher.publish()
         assert receiver.update()
-        assert torch.equal(receiver._module.values.isnan(), values.isnan())  # type: ignore[union-attr,operator]
-        rest = ~values.isnan()
-        assert torch.equal(receiver._module.values[rest], values[rest].to(wide))  # type: ignore[union-attr,index]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_nans_of_training_arrive_in_a_wider_module(dtype: torch.dtype, tmp_path: Path) -> None:
-    kind = KINDS.get(dtype, "bf16")
-    trained, store = Values(torch.randn(41)), DirectoryStore(tmp_path)
-    publisher, receiver = Publisher(trained, store, kind), Receiver(Values(torch.zeros(41, dtype=torch.float64)), store)
-    for place in range(41):
-        trained.values.data[place] = torch.nan if place % 2 else -torch.nan
-        publisher.publish()
-        assert receiver.update()
-        assert receiver.version == place + 1
+        assert torch.equal(receiver._module.values.view(torch.uint8), values.to(wide).view(torch.uint8))  # type: ignore[operator,union-attr]
 
 
 def test_shapes_without_a_dimension_and_without_order_arrive(tmp_path: Path) -> None:
@@ -189,25 +175,11 @@ class Interrupted(DirectoryStore):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.interrupt: Callable[[], object] = lambda: None
-        self.delay: Callable[[], object] = lambda: None
-        """Function that is called before a manifest is stored."""
 
     def put(self, name: str, data: bytes) -> None:
-        if name.endswith(".manifest"):
-            self.delay()
         super().put(name, data)
         interrupt, self.interrupt = self.interrupt, lambda: None
         interrupt()
-
-
-def test_a_publisher_does_not_complete_a_version_that_another_one_has_deleted(tmp_path: Path) -> None:
-    store = Interrupted(tmp_path)
-    mine = Publisher(Values(torch.ones(3)), store)
-    mine.publish()
-    store.interrupt = lambda: take_over(DirectoryStore(tmp_path), "bf16")
-    with pytest.raises(RolloutError, match="another publisher has started on the same store"):
-        mine.publish(full=True)
-    assert find_versions(store) == [1]
 
 
 def test_a_publisher_that_another_one_interrupts_does_not_replace_its_parts(tmp_path: Path) -> None:
@@ -218,21 +190,6 @@ def test_a_publisher_that_another_one_interrupts_does_not_replace_its_parts(tmp_
     store.interrupt = Publisher(second, DirectoryStore(tmp_path)).publish
     with pytest.raises(RolloutError, match="another publisher has written version 2"):
         mine.publish(full=True)
-    assert torch.equal(received(store), second.values)
-
-
-def test_a_version_that_another_publisher_has_replaced_is_followed_by_a_full_copy(tmp_path: Path) -> None:
-    """Otherwise no new receiver could reach the versions that build on it."""
-    first, second = (Values(torch.full((3,), value)) for value in (1.0, 2.0))
-    late, store = Interrupted(tmp_path), DirectoryStore(tmp_path)
-    mine, other = Publisher(first, late), Publisher(second, store)
-    mine.publish()
-    late.delay = other.publish
-    mine.publish(full=True)
-    second.values.data += 1
-    with pytest.raises(RolloutError, match="another publisher has replaced version 2 in the same store"):
-        other.publish()
-    other.publish()
     assert torch.equal(received(store), second.values)
 
 
@@ -250,11 +207,12 @@ def test_infinities_of_training_and_values_that_round_to_the_largest_number_are_
     assert str(received(store, torch.float16).tolist()) == "[65504.0, -inf, nan]"
 
 
-@pytest.mark.parametrize("number", ["every", "full_every", "keep_full"])
-def test_numbers_below_one_are_refused(number: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {number: 0}
-    with pytest.raises(ConfigError, match=f"{number} 0"):
-        Publisher(Values(torch.ones(3)), DirectoryStore(tmp_path), **options)
+@pytest.mark.parametrize(
+    ("option", "value"), [("every", 0), ("full_every", 0), ("keep_full", 0), ("bits", 3), ("dtype", "bfloat16")]
+)
+def test_options_that_cannot_be_are_refused(option: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{option} {value!r}"):
+        Publisher(Values(torch.ones(3)), DirectoryStore(tmp_path), **{option: value})
 
 
 def test_a_lossy_change_leads_to_no_infinity() -> None:

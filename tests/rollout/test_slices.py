@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_compress.errors import RolloutError, UnsupportedError
-from deepspeed_compress.rollout.chain import Chain
 from deepspeed_compress.rollout.module_weights import ModuleWeights
 from deepspeed_compress.rollout.parts import SliceDigest
 from deepspeed_compress.rollout.shares import Share, digest_slice, make_manifest
 from deepspeed_compress.rollout.slices import Slice, find_holders, find_shares, rectangle
+from deepspeed_compress.rollout.versions import Chain
 
 WHOLE = torch.arange(6 * 10.0).view(6, 10)
 

@@ -115,11 +115,22 @@ def test_auto_tp(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options", "ranks"),
-    [(0, {}, 2), (2, BIASES, 4), (3, BIASES, 2), (3, BIASES, 4), (1, {"tie_word_embeddings": True}, 2)],
+    [(0, {}, 2), (2, BIASES, 4), (1, {"tie_word_embeddings": True}, 2)],
     ids=str,
 )
 def test_auto_tp_for_many_versions(stage: int, options: Mapping[str, Any], ranks: int, tmp_path: Path) -> None:
     run_forks(ranks, auto_tp, tmp_path, stage, options, 50, shared_memory=True)
+
+
+def auto_tp_of_zero_3(rank: int, path: Path) -> str:
+    with pytest.raises(UnsupportedError) as raised:
+        auto_tp(rank, path, 3, {}, VERSIONS)
+    return str(raised.value)
+
+
+def test_auto_tp_and_zero_3_are_refused(tmp_path: Path) -> None:
+    for problem in run_forks(2, auto_tp_of_zero_3, tmp_path, shared_memory=True):
+        assert problem.endswith("is split by tensor parallelism, and again by ZeRO 3; use ZeRO 2")
 
 
 def built(rank: int, path: Path, model: PretrainedConfig, stage: int, layout: Layout, versions: int) -> list[int]:

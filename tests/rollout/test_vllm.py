@@ -1,7 +1,5 @@
 """Control of vLLM's engines, and the names that they load. See `test_vllm_engine` for the engines themselves."""
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,9 +15,10 @@ from torch import Tensor, nn
 from deepspeed_compress.errors import RolloutError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.rollout.checkpoint_names import CheckpointNames
-from deepspeed_compress.rollout.holder import make_holder
+from deepspeed_compress.rollout.module_weights import make_holder
 from deepspeed_compress.rollout.vllm import LocalEngine, ServedEngine, follow_weights, load_version
 from deepspeed_compress.rollout.vllm_adapters import ServedAdapters
+from tests.support import http_servers
 
 
 def trained() -> nn.Module:
@@ -87,35 +86,23 @@ def test_an_engine_in_this_process_loads_a_version_and_forgets_its_prefixes() ->
         load_version(LocalEngine(Llm(resets=False)), 3)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http_servers.Handler, BaseHTTPRequestHandler):
     """A server that fails to load version 13, and has no other routes than those for weights."""
 
     calls: list[tuple[str, Any]]
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         self.calls.append((self.path, body))
-        self.send_response(
-            500 if body == {"update_info": {"version": 13}} else 404 if body == {"init_info": {"place": ""}} else 200
-        )
-        self.end_headers()
-        self.wfile.write(b"the reason")
-
-    def log_message(self, *args: Any) -> None: ...
+        missing = 404 if body == {"init_info": {"place": ""}} else 200
+        self.answer(b"the reason", 500 if body == {"update_info": {"version": 13}} else missing)
 
 
 @contextmanager
 def served() -> Iterator[str]:
-    """Serve in a thread, and yield the address."""
     Handler.calls = []
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_servers.serving(HTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
 
 
 def test_a_server_is_paused_during_an_update_and_stays_so_if_it_fails() -> None:

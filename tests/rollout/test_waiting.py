@@ -35,27 +35,26 @@ def test_an_update_that_is_interrupted_while_it_waits_lets_requests_continue(mon
         pass
 
 
-def test_a_request_inside_of_another_one_does_not_wait_for_an_update() -> None:
+def test_a_request_inside_of_another_one_is_refused_if_an_update_waits() -> None:
+    """A `with` in two coroutines of one thread would wait for the same reason."""
     lock = RequestLock()
 
     def updates() -> None:
         with lock.pause():
             pass
 
-    def requests() -> None:
+    update = threading.Thread(target=updates, daemon=True)
+    with lock.request():
         with lock.request():
             update.start()
-            while not lock._paused:
-                pass
-            with lock.request():
-                pass
-
-    request, update = (threading.Thread(target=work, daemon=True) for work in (requests, updates))
-    request.start()
-    request.join(10)
-    assert not request.is_alive()
+        while not lock._paused:
+            pass
+        with pytest.raises(RolloutError, match="requests do not nest"), lock.request():
+            pass
     update.join(10)
     assert not lock._paused
+    with lock.request():
+        pass
 
 
 def test_overlapping_coroutines_let_an_update_run() -> None:
@@ -66,12 +65,9 @@ def test_overlapping_coroutines_let_an_update_run() -> None:
             order.append("update")
 
     async def request() -> None:
-        async with lock.request():
+        async with lock.coroutine_request():
             order.append("request")
             await asyncio.sleep(0.05)
-            # A request inside of another one does not wait.
-            async with lock.request():
-                pass
 
     async def serve() -> None:
         update = threading.Thread(target=pause, daemon=True)
@@ -89,37 +85,6 @@ def test_overlapping_coroutines_let_an_update_run() -> None:
 
     asyncio.run(asyncio.wait_for(serve(), 60))
     assert order == ["request", "update", *["request"] * 20]
-
-
-def test_coroutines_that_could_not_wait_are_refused() -> None:
-    lock = RequestLock()
-
-    async def request(seconds: float) -> None:
-        with lock.request(), lock.request():
-            await asyncio.sleep(seconds)
-
-    async def serve() -> None:
-        first = asyncio.create_task(request(0.2))
-        await asyncio.sleep(0)
-        with pytest.raises(RolloutError, match="async with"):
-            await request(0)
-        await first
-        await request(0)
-
-    asyncio.run(serve())
-    assert not lock._requests
-
-
-def test_a_request_that_ends_in_another_thread_ends() -> None:
-    """As with generators that a web framework runs in its pool of threads."""
-    lock = RequestLock()
-    request = lock.request()
-    for step in (request.__enter__, request.__exit__):
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join(60)
-    with lock.pause():
-        pass
 
 
 class Observed(DirectoryStore):

@@ -18,7 +18,6 @@ import mmap
 import os
 import pickle
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -125,17 +124,15 @@ def check_saving(engine: Any) -> None:
 
 
 def read_states(file: Path) -> dict[str, Any]:
-    """Return the contents of a file, unpickled as DeepSpeed does, with tensors that are memory-mapped if possible.
-
-    It is impossible in torch's older format, which DeepSpeed writes with `"checkpoint_serialization": false`.
+    """Return the contents of a file, unpickled as DeepSpeed does, with tensors that are memory-mapped.
 
     Raises:
         StateError: the file is missing or damaged.
     """
     try:
-        with open_regular(file) as stream:
-            can_map = zipfile.is_zipfile(stream)
-        states: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=can_map)
+        # Reading a pipe would wait for its writer.
+        open_regular(file).close()
+        states: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise StateError(f"{file} is missing or damaged ({error})") from error
     return states

@@ -56,7 +56,6 @@ class Progress:
             self._apply(*self._finish_agreement())
         for queue in self._queues:
             queue.collect(wait=False)
-        self._warn_of_notices()
 
     def ask_if_needed(self) -> None:
         """Start an agreement unless nothing is pending or can become due. Collective; all ranks decide alike."""
@@ -69,7 +68,6 @@ class Progress:
         """Wait until everything is written on all ranks. Collective; raises like `process_answers`."""
         for queue in self._queues:
             queue.finish()
-        self._warn_of_notices()
         if self._agreement is not None:
             self._finish_agreement()
         self._ask()
@@ -82,18 +80,11 @@ class Progress:
         """
         for queue in self._queues:
             queue.close()
-        self._warn_of_notices()
         with suppress(RuntimeError):
             if self._agreement is not None:
                 self._finish_agreement()
         for failure in self._queues[0].take_failures():
             warnings.warn(self._description(failure), CompressWarning, stacklevel=3)
-
-    def _warn_of_notices(self) -> None:
-        for queue in self._queues:
-            for notice in queue.take_notices():
-                text = f"the new checkpoint is complete, but old ones could not be removed: {notice}"
-                warnings.warn(text, CompressWarning, stacklevel=4)
 
     def _finish_agreement(self) -> list[int]:
         """Wait for the pending agreement, and return the maximum of each number over all ranks."""
@@ -123,20 +114,13 @@ class Progress:
         """Report, on all ranks, what failed on any. Collective."""
         own = [(failure, self._description(failure)) for queue in self._queues for failure in queue.take_failures()]
         found = [failure for some in gather_objects(own, self._group) for failure in some]
-        news = [text for failure, text in found if self._is_new(failure)]
-        if news and self._stops:
-            raise StateError("; ".join(news))
-        for text in news:
+        for failure, _ in found:
+            if self._memory is not None and failure.save.directory.name == self._memory.directory.name:
+                self._memory.catalog.mark_failed(failure.save.number, failure.of_copy)
+        if found and self._stops:
+            raise StateError("; ".join(text for _, text in found))
+        for _, text in found:
             warnings.warn(text, CompressWarning, stacklevel=4)
-
-    def _is_new(self, failure: Outcome) -> bool:
-        """Return True if `failure` is to be reported.
-
-        A failure in memory is reported once, and again after a later save in memory has succeeded.
-        """
-        if self._memory is None or failure.save.directory.name != self._memory.directory.name:
-            return True
-        return self._memory.catalog.mark_failed(failure.save.number, failure.of_copy)
 
     def _description(self, failure: Outcome) -> str:
         done = "copied to the next host" if failure.of_copy else "saved"

@@ -8,7 +8,6 @@ Universal checkpoints are refused here if they would load incorrectly, and newer
 """
 
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ from deepspeed_compress.checkpointing.deepspeed.zero_parts import (
 )
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.collectives.objects import gather_objects
-from deepspeed_compress.config import SECTION, CompressConfig
-from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.patches import Patches, replaced
 from deepspeed_compress.session.state_files import result_on_all
 
@@ -51,22 +50,16 @@ class _Saved:
         tag: the tag of the checkpoint.
         ranks: the size of its data-parallel groups.
         models: the number of combinations of tensor and pipeline rank.
-        batch: sequences per step; None if unknown.
     """
 
     directory: Path
     tag: str
     ranks: int
     models: int
-    batch: int | None
 
 
 class Resharding(Participant):
-    """Participant that lets `engine` load checkpoints of any number of data-parallel ranks.
-
-    Warns (CompressWarning) if the batch size differs from the saved one: data and learning rate would continue
-    elsewhere.
-    """
+    """Participant that lets `engine` load checkpoints of any number of data-parallel ranks."""
 
     def __init__(self, engine: Any, config: CompressConfig) -> None:
         self._engine, self._config = engine, config
@@ -99,7 +92,6 @@ class Resharding(Participant):
         if saved is None or saved.ranks == engine.seq_dp_world_size:
             yield request
             return
-        _warn_of_batch(engine, saved)
         with _cut_anew(engine, saved, request.loads_states):
             yield request
 
@@ -114,49 +106,13 @@ def _read_saved(engine: Any, directory: Path, tag: str | None) -> _Saved | None:
     if tag is None or not names:
         return None
     found = read_states(Path(names[0]))
-    return _Saved(directory, tag, int(found["dp_world_size"]), len(names), _batch_of(found))
+    return _Saved(directory, tag, int(found["dp_world_size"]), len(names))
 
 
 def _model_files(engine: Any, directory: str, tag: str) -> list[str]:
     """Return the files of the first data-parallel rank, one for each combination of tensor and pipeline rank."""
     pattern = Path(engine._get_ckpt_name(directory, tag, mp_placeholder="*", pp_placeholder="0"))
     return sorted(map(str, pattern.parent.glob(pattern.name)))
-
-
-def _batch_of(found: Mapping[str, Any]) -> int | None:
-    """Return the sequences per step, computed from the saved configuration as DeepSpeed does; None if unknown.
-
-    The file does not say how many nodes there were if they sharded the model.
-    """
-    config = found.get("ds_config") or {}
-    if ((config.get(SECTION) or {}).get("parallelism") or {}).get("shard_within") is not None:
-        return None
-    given = [config.get(f"train_{name}") for name in ("batch_size", "micro_batch_size_per_gpu")]
-    batch, micro = (value if isinstance(value, int) else None for value in given)
-    steps = config.get("gradient_accumulation_steps")
-    return batch or (micro and micro * (steps if isinstance(steps, int) else 1) * int(found["dp_world_size"]))
-
-
-def _warn_of_batch(engine: Any, saved: _Saved) -> None:
-    unit = node_unit(engine)
-    nodes = 1 if unit is None else unit.count
-    now = int(engine.train_batch_size())
-    if saved.batch in (None, now) or dist.get_rank():
-        return
-    micro = int(engine.train_micro_batch_size_per_gpu())
-    assert saved.batch is not None
-    steps, rest = divmod(saved.batch, micro * nodes * engine.seq_dp_world_size)
-    instead = (
-        f'"gradient_accumulation_steps": {steps}'
-        if steps and not rest
-        else f"sizes whose product with the number of ranks is {saved.batch}"
-    )
-    text = (
-        f"/train_batch_size: {now} on {nodes * engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was "
-        f"saved with {saved.batch} on {saved.ranks}: the step count continues, so the position in the data and the "
-        f"learning-rate schedule no longer match the samples seen. To continue as before, write {instead}"
-    )
-    warnings.warn(text, CompressWarning, stacklevel=6)
 
 
 @contextmanager

@@ -79,7 +79,6 @@ class WriterQueue:
         self._used: list[tuple[Task, Memory]] = []
         self._sent: list[Task] = []
         self._failed: list[Outcome] = []
-        self._notices: list[str] = []
 
     @property
     def in_flight(self) -> bool:
@@ -114,11 +113,6 @@ class WriterQueue:
         """Return the failures since the last call."""
         failed, self._failed = self._failed, []
         return failed
-
-    def take_notices(self) -> list[str]:
-        """Return the problems since the last call that do not affect the checkpoints themselves."""
-        notices, self._notices = self._notices, []
-        return notices
 
     def take_memory(self) -> Memory:
         """Return a free buffer, waiting for one if necessary."""
@@ -163,8 +157,6 @@ class WriterQueue:
             self._free.append(self._used.pop(0)[1])
         if outcome.problem:
             self._failed.append(outcome)
-        if outcome.notice:
-            self._notices.append(outcome.notice)
 
     def finish(self) -> None:
         """Wait until this rank has written everything, and sent all copies."""
