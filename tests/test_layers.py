@@ -179,7 +179,7 @@ TABLE = {
         "torch deepspeed numpy transformers",
         lazily="__init__",
     ),
-    "training.data": allow("errors safe_files", "numpy tokenizers"),
+    "training.data": allow("errors safe_files", "numpy tokenizers transformers"),
     "integrations": allow(),
     "integrations.install": allow(
         "integrations.patching integrations.plain",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import SECTION
@@ -18,7 +18,7 @@ from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.program_warnings import hide_foreign_warnings
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
-from deepspeed_compress.training.data.tokens import end_token, load_tokenizer
+from deepspeed_compress.training.data.tokens import load_tokenizer
 from deepspeed_compress.training.loop import Identity, Loop, add_program_state, first_step
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, final_figures
@@ -144,14 +144,4 @@ def export_model(engine: Any, config: PretrainedConfig, tokenizer: Path, directo
     """Write the weights, `config`, and the tokenizer in the directory `tokenizer`. Collective."""
     save_pretrained(engine, config, directory)
     if dist.get_rank() == 0:
-        read_tokenizer(tokenizer).save_pretrained(directory)
-
-
-def read_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with its own configuration, or with only the end-of-document token if it has none."""
-    if (directory / "tokenizer_config.json").is_file():
-        loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        return loaded
-    tokenizer = load_tokenizer(directory)
-    end = tokenizer.id_to_token(end_token(directory, tokenizer))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+        load_tokenizer(tokenizer).save_pretrained(directory)
