@@ -4,10 +4,9 @@ Results are bit-identical to those of `reference`, except for the scales of kind
 These are computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes
 and residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
 
-Nothing waits for the GPU. Only results are allocated and, by `top_k_rows`, counters, survivors and a bit per element of
-long rows. These cases fall back to `reference`: other block formats (`_covers`), keys on the device, DCT tiles larger
-than 64 x 64, Hadamard blocks of more than 8192 elements, bit strings of more than 16 bits per value, and tensors that
-are not contiguous.
+Nothing waits for the GPU, and these programs allocate only results. `reference` does the rest: rows with known scales,
+bit strings, other block formats (`_covers`), keys on the device, rows of more than 8192 elements, DCT tiles larger than
+64 x 64, Hadamard blocks of more than 8192 elements, and tensors that are not contiguous.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_messages, gpu_rows, reference
+from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_messages, reference
 from deepspeed_compress.compression.kernels.arguments import (
     BlockFormat,
     Keys,
@@ -34,15 +33,16 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
 dct_tiles, hadamard_tiles, hadamard_at = gpu_bases.dct_tiles, gpu_bases.hadamard_tiles, gpu_bases.hadamard_at
 cast_messages, add_cast_messages = gpu_messages.cast_messages, gpu_messages.add_cast_messages
 copy_runs = gpu_messages.copy_runs
-quantize_rows, quantize_rows_between = gpu_rows.quantize_rows, gpu_rows.quantize_rows_between
-dequantize_rows_add = gpu_rows.dequantize_rows_add
+quantize_rows, quantize_rows_between = reference.quantize_rows, reference.quantize_rows_between
+dequantize_rows_add = reference.dequantize_rows_add
+pack_bits, unpack_bits = reference.pack_bits, reference.unpack_bits
+pack_codes, unpack_codes = reference.pack_codes, reference.unpack_codes
 square_norm = reference.square_norm
 _MESSAGES_PER_PASS = 8
 """Number of messages that a program adds at once, with all their codes in registers."""
 _MAX_BLOCK = 4096
 _KINDS = frozenset({"absmax", "norm", "mean", "lloyd", "eight"})
 _WIDTHS = frozenset({1, 2, 3, 4, 8})
-_MAX_WIDTH = 16
 
 
 def _covers(form: BlockFormat) -> bool:
@@ -90,44 +90,6 @@ def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[
     columns = top_k_rows(total, k)
     cast(total.view(-1), residual.after)
     return columns, total.gather(1, columns)
-
-
-def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
-    """See `reference.pack_bits`."""
-    if not 0 < width <= _MAX_WIDTH or not flat(values, out):
-        return reference.pack_bits(values, width, out)
-    with torch.cuda.device(out.get_device()):
-        gpu_bits.pack[programs(out.numel(), TILE)](
-            values, out, values.numel(), out.numel(), width=width, tile=TILE, num_warps=4
-        )
-    return None
-
-
-def pack_codes(codes: Tensor, width: int, out: Tensor) -> None:
-    """See `reference.pack_codes`."""
-    pack_bits(codes, width, out)
-
-
-def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
-    """See `reference.unpack_bits`."""
-    return _unpacked(packed, width, torch.empty(count, dtype=torch.int64, device=packed.device))
-
-
-def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
-    """See `reference.unpack_codes`."""
-    if width == 8:
-        return packed[:count]
-    return _unpacked(packed, width, torch.empty(count, dtype=torch.uint8, device=packed.device))
-
-
-def _unpacked(packed: Tensor, width: int, out: Tensor) -> Tensor:
-    if not 0 < width <= _MAX_WIDTH or not flat(packed):
-        return out.copy_(reference.unpack_bits(packed, width, out.numel()))
-    with torch.cuda.device(out.get_device()):
-        gpu_bits.unpack[programs(out.numel(), TILE)](
-            packed, out, out.numel(), packed.numel(), width=width, tile=TILE, num_warps=4
-        )
-    return out
 
 
 def quantize_blocks(
