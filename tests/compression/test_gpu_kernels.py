@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import FIRST, BlockFormat, Keys, ResidualBuffers
 from tests.gpu.operations import COMPARISONS, FORMS
-from tests.support.kernels import operations
+from tests.support.kernels import dequantize_blocks_add, message_of, operations, quantize_blocks
 from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -66,9 +66,9 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def outputs(numel: int, form: BlockFormat, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return uncleared tensors for numbers and codes, the latter with spare bytes."""
+    """Return uncleared tensors for numbers and codes."""
     numbers = torch.full((-(-numel // form.block_size),), 7.0, dtype=dtype, device=device)
-    return numbers, torch.full((form.code_bytes(numel) + 3,), 0xFF, dtype=torch.uint8, device=device)
+    return numbers, torch.full((form.code_bytes(numel),), 0xFF, dtype=torch.uint8, device=device)
 
 
 def difference(device: torch.device, name: str) -> str:
@@ -93,11 +93,11 @@ def has_kernel(device: torch.device, form: BlockFormat) -> bool:
 
     x, results = torch.randn(300, device=device), outputs(300, form, torch.float32, device)
     with (
-        patch.object(reference, "quantize_blocks") as quantize,
-        patch.object(reference, "dequantize_blocks_add") as add,
+        patch.object(reference, "quantize_messages") as quantize,
+        patch.object(reference, "dequantize_messages") as add,
     ):
-        gpu.quantize_blocks(x, form, *results)
-        gpu.dequantize_blocks_add(*results, form, x, 1.0)
+        quantize_blocks(gpu, x, form, *results)
+        dequantize_blocks_add(gpu, *results, form, x, 1.0)
     assert quantize.called == add.called
     return not quantize.called
 
@@ -132,8 +132,8 @@ def check_residual_in_place(device: torch.device, dtype: torch.dtype) -> None:
 
     x, before = torch.randn(300, device=device), torch.linspace(-1, 1, 300, device=device).to(dtype)
     after, results = torch.empty_like(before), outputs(300, FORMS["4 bits"], torch.float32, device)
-    gpu.quantize_blocks(x, FORMS["4 bits"], *results, residual=ResidualBuffers(before, 1.0, after))
-    gpu.quantize_blocks(x, FORMS["4 bits"], *results, residual=ResidualBuffers(before, 1.0, before))
+    quantize_blocks(gpu, x, FORMS["4 bits"], *results, residual=ResidualBuffers(before, 1.0, after))
+    quantize_blocks(gpu, x, FORMS["4 bits"], *results, residual=ResidualBuffers(before, 1.0, before))
     assert_same(before, after.cpu())
 
 
@@ -141,50 +141,6 @@ def check_residual_in_place(device: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_residual_may_be_updated_in_place(run: Runner, dtype: torch.dtype) -> None:
     run(check_residual_in_place, dtype)
-
-
-def check_views(device: torch.device) -> None:
-    """Check tensors with any alignment, and codes followed by many spare bytes."""
-    from deepspeed_compress.compression.kernels import gpu
-
-    form, results = FORMS["4 bits"], []
-    for ops, place in ((gpu, device), (reference, torch.device("cpu"))):
-        x, after = message(NUMEL).to(place)[3:], torch.ones(NUMEL, device=place, dtype=torch.bfloat16)[3:]
-        numbers = torch.zeros(200, device=place, dtype=torch.bfloat16)[1:][: -(-x.numel() // form.block_size)]
-        codes = torch.full((9000,), 0xFF, device=place, dtype=torch.uint8)[5:]
-        ops.quantize_blocks(x, form, numbers, codes, KEY, ResidualBuffers(after, 1.0, after))
-        ops.dequantize_blocks_add(numbers, codes, form, x, 0.5)
-        results.append((numbers, codes, after, x))
-    for actual, expected in zip(*results, strict=True):
-        assert_same(actual, expected)
-
-
-def test_unaligned_views_match_the_reference(run: Runner) -> None:
-    run(check_views)
-
-
-def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int) -> None:
-    """Check sums, bit for bit, of messages whose codes begin `offset` bytes after a multiple of 16."""
-    from deepspeed_compress.compression.kernels import gpu
-
-    generator = torch.Generator().manual_seed(ranks)
-    messages = [outputs(NUMEL, form, torch.float32, torch.device("cpu")) for _ in range(ranks)]
-    for numbers, codes in messages:
-        numbers.uniform_(generator=generator)
-        codes.random_(generator=generator)
-    spare = [(numbers, torch.cat((codes.new_zeros(offset), codes)).to(device)) for numbers, codes in messages]
-    messages_on_device = [(numbers.to(device), codes[offset:]) for numbers, codes in spare]
-    for add in (True, False):
-        out, expected = message(NUMEL).to(device), message(NUMEL)
-        gpu.dequantize_blocks_sum(messages_on_device, form, out, 1 / 3, add)
-        reference.dequantize_blocks_sum(messages, form, expected if add else expected.zero_(), 1 / 3)
-        assert_same(out, expected)
-
-
-@SAMPLED
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_sums_of_unaligned_messages_match_the_reference(run: Runner, offset: int) -> None:
-    run(check_sums, FORMS["4 bits"], 2, offset)
 
 
 def check_uniform(device: torch.device, key: int) -> None:
@@ -256,14 +212,15 @@ def test_block_kernels_neither_wait_for_the_gpu_nor_allocate() -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     form, x, after = FORMS["4 bits"], torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
-    results = outputs(NUMEL, form, torch.float32, x.device)
+    table, out, _ = message_of(form, NUMEL, torch.empty(-(-NUMEL // form.block_size), device="cuda"))
     for warm in (False, True):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.max_memory_allocated()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error" if warm else "default")
         try:
-            gpu.quantize_blocks(x, form, *results, KEY, ResidualBuffers(after, 1.0, after))
-            gpu.dequantize_blocks_sum([results] * 9, form, x, 1.0)
+            residual = ResidualBuffers(after, 1.0, after)
+            gpu.quantize_messages(x, FIRST, form, torch.float32, out, table, Keys.of_single(KEY), residual)
+            gpu.dequantize_messages(out.expand(9, -1), form, torch.float32, table, x, FIRST, 1.0, True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert not warm or torch.cuda.max_memory_allocated() == before
@@ -273,9 +230,10 @@ def start_block_kernels(form: BlockFormat, dtype: torch.dtype, residual: torch.d
     from deepspeed_compress.compression.kernels import gpu
 
     x, after = torch.zeros(numel), torch.zeros(numel, dtype=residual)
-    results = outputs(numel, form, dtype, x.device)
-    gpu.quantize_blocks(x, form, *results, KEY if form.kind == "absmax" else None, ResidualBuffers(after, 0.9, after))
-    gpu.dequantize_blocks_add(*results, form, x, 0.5)
+    table, out, _ = message_of(form, numel, torch.empty(-(-numel // form.block_size), dtype=dtype))
+    keys = Keys.of_single(KEY) if form.kind == "absmax" else None
+    gpu.quantize_messages(x, FIRST, form, dtype, out, table, keys, ResidualBuffers(after, 0.9, after))
+    gpu.dequantize_messages(out.unsqueeze(0), form, dtype, table, x, FIRST, 0.5, True)
 
 
 def start_other_kernels() -> None:
@@ -292,7 +250,7 @@ def start_other_kernels() -> None:
 def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype, residual: torch.dtype) -> None:
     # With an odd number of elements, only the last program may load fewer bytes at once.
     kernels = compiled(lambda: start_block_kernels(form, dtype, residual, 100_001), capability)
-    assert [kernel.name for kernel in kernels] == ["encode", "decode"]
+    assert [kernel.name for kernel in kernels] == ["_encode", "_decode"]
     for kernel in kernels:
         assert inexact(kernel.ptx) == set()
         assert "ld.global.v4.b32" in kernel.ptx
