@@ -147,7 +147,7 @@ TABLE = {
     "backends.megatron": allow(
         "backends.activations backends.announce backends.groups backends.limits backends.sessions backends.steps "
         "collectives compression config errors model_families monitor session",
-        "torch megatron numpy packaging",
+        "torch megatron packaging",
     ),
     "agents": allow("errors", "torch"),
     "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
