@@ -174,7 +174,7 @@ TABLE = {
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.builds backends.deepspeed.units errors models monitor program_warnings "
+        "config backends.deepspeed.builds backends.deepspeed.units errors models program_warnings "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
         "torch deepspeed numpy transformers",
         lazily="__init__",

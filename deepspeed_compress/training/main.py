@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from deepspeed_compress.training.data.tokens import load_tokenizer
 from deepspeed_compress.training.loop import Identity, Loop, add_program_state, first_step
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, final_figures
-from deepspeed_compress.training.ranks import AgreedError, Ranks, end_ranks, start_ranks
+from deepspeed_compress.training.ranks import Ranks, end_ranks, start_ranks
 from deepspeed_compress.training.setup import RunConfig, prepare_data, read_run_config, start_training
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
 
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _train(options, ranks)
     except CompressError as error:
-        _report(error, ranks)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         status = 2
     end_ranks()
     return status
@@ -46,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 def _train(options: Options, ranks: Ranks) -> None:
     resuming = options.resume or os.environ.get(RESUME) == "1"
     if not resuming:
-        ranks.first_only(lambda: check_new(options.output_dir))
-    config = ranks.agree(lambda: read_run_config(options, ranks))
-    ranks.first_only(lambda: check_export(options))
+        check_new(options.output_dir)
+    config = read_run_config(options, ranks)
+    check_export(options)
     data = prepare_data(options, ranks, config.model_config)
     engine, parameters = start_training(options, config), build_skeleton(config.model_config).num_parameters()
     batch_size = share_of(engine).batch_size
@@ -109,15 +108,6 @@ def _run(engine: Any) -> str | None:
     """Return the name of the run in its statistics; None without compression."""
     session = vars(engine).get("compression")
     return None if session is None else session.journal.part.id
-
-
-def _report(error: CompressError, ranks: Ranks) -> None:
-    """Print the error, only on rank 0 if all ranks raise it. Otherwise each rank prints it, rank 0 first."""
-    if ranks.is_first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif not isinstance(error, AgreedError):
-        time.sleep(3)
-        print(f"rank {ranks.rank}: error: {error}", file=sys.stderr, flush=True)
 
 
 def check_export(options: Options) -> None:
