@@ -42,12 +42,12 @@ from deepspeed_compress.training.data.tokens import (
     Windows,
     build_cache,
     cache_key,
+    load_tokenizer,
     open_cache,
     split_windows,
     step_starts,
     train_tokenizer,
 )
-from deepspeed_compress.training.main import read_tokenizer
 
 SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
 """Default sizes of the model, if --from-hf is not given."""
@@ -335,7 +335,7 @@ def export(
         compression.synchronise()
     save_pretrained(chunks, described, options.to_hf)
     if dist.get_rank() == 0:
-        read_tokenizer(options.tokenizer).save_pretrained(options.to_hf)
+        load_tokenizer(options.tokenizer).save_pretrained(options.to_hf)
 
 
 def report(options: argparse.Namespace, figures: dict[str, float]) -> None:

@@ -145,7 +145,7 @@ TABLE = {
     "backends.megatron": allow(
         "backends.activations backends.announce backends.groups backends.limits backends.sessions backends.steps "
         "collectives compression config errors model_families monitor session",
-        "torch megatron numpy packaging",
+        "torch megatron packaging",
     ),
     "agents": allow("errors", "torch"),
     "agents.checkpoints": allow("collectives.objects errors"),
@@ -174,12 +174,12 @@ TABLE = {
     "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config backends.deepspeed.units errors models monitor "
+        "config backends.deepspeed.units errors models "
         "launcher.heartbeat tools.arguments safe_files tools.run_directory",
         "torch deepspeed numpy transformers",
         lazily="__init__",
     ),
-    "training.data": allow("errors safe_files", "numpy tokenizers"),
+    "training.data": allow("errors safe_files", "numpy tokenizers transformers"),
     "integrations": allow(),
     "integrations.install": allow(
         "integrations.patching integrations.plain",

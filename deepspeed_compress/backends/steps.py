@@ -1,6 +1,5 @@
 """Tracking of optimizer steps without an engine, through the hooks of a torch optimizer and a gradient scaler."""
 
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -10,15 +9,13 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches, leave_out_of_copies
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
 UNKNOWN = None
 """Number of samples of a step, which only an engine would count."""
-SEVERAL = 3
-"""Number of steps by another optimizer after which a warning is emitted."""
 _INSIDE = ("optimizer", "optim")
 """Attributes in which wrappers keep it: Accelerate's `AcceleratedOptimizer`, torch's `PostLocalSGDOptimizer`."""
 
@@ -111,7 +108,6 @@ class TorchSteps(StepFollower):
         self._optimizer = optimizer
         self._scaler = scaler
         self._asked = self._applied = False
-        self._changes_before, self._elsewhere = 0, 0
         session.patches.on_undo(optimizer.register_step_post_hook(self._stepped).remove)
         session.patches.wrap(optimizer, "zero_grad", partial(_clear, self))
         if scaler is not None:
@@ -125,36 +121,14 @@ class TorchSteps(StepFollower):
 
     def begin(self, step: int) -> None:
         self.count, self.reduced, self._asked, self._applied = step, False, False, False
-        self._changes_before = self._changes()
         self._session.begin(step, self.loss_scale)
 
     def forget(self) -> None:
         if self.reduced and not self._asked:
-            self._warn_of_another()
             # Applied if the program has stepped without the scaler.
             self._end(self._applied, self._session.clock.loss_scale)
 
-    def _changes(self) -> int:
-        """Return the total number of in-place changes of the parameters."""
-        return sum(parameter._version for group in self._optimizer.param_groups for parameter in group["params"])
-
-    def _warn_of_another(self) -> None:
-        """Warn if parameters have changed in several consecutive steps that were treated as skipped.
-
-        A single change may be the program restoring saved weights.
-        """
-        self._elsewhere += self._changes() != self._changes_before
-        if self._elsewhere == SEVERAL:
-            warnings.warn(
-                f"parameters change, but not through the attached {type(self._optimizer).__name__}: these steps are "
-                "treated as skipped, so error feedback discards their residuals. Use the attached optimizer (parameter "
-                "groups can be added to it), or wrap the model again and attach the optimizer that steps",
-                CompressWarning,
-                stacklevel=3,
-            )
-
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._elsewhere = 0
         overflow = vars(optimizer).get("found_inf")
         # Set on a fused optimizer, which a scaler also calls in steps that it skips.
         self._applied = overflow is None or not float(overflow)
@@ -175,7 +149,6 @@ class TorchSteps(StepFollower):
     def _end(self, applied: bool, scale_after: float) -> None:
         before = self._session.clock.loss_scale
         self.count, self.reduced, self._asked, self._applied = self.count + 1, False, False, False
-        self._changes_before = self._changes()
         self._session.finish(FinishedStep(self.count, UNKNOWN, applied, before, scale_after))
 
 

@@ -59,7 +59,7 @@ def first_step(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks, 
     session = vars(engine).get("compression")
     resumed = None if session is None else session.resumed
     if resumed is not None:
-        ranks.first_only(lambda: _check(resumed.get(STATE), identity))
+        _check(resumed.get(STATE), identity)
         return int(engine.global_steps)
     return resume(engine, output_dir, identity, ranks) if resuming else 0
 
@@ -73,7 +73,7 @@ def resume(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks) -> i
     if not ranks.first_only((output_dir / DIRECTORY / "latest").is_file):
         return 0
     _, state = engine.load_checkpoint(str(output_dir / DIRECTORY))
-    ranks.first_only(lambda: _check((state or {}).get(STATE), identity))
+    _check((state or {}).get(STATE), identity)
     return int(engine.global_steps)
 
 

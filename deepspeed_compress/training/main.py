@@ -2,12 +2,11 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressError, ConfigError
@@ -16,11 +15,11 @@ from deepspeed_compress.models import save_pretrained
 from deepspeed_compress.models.sources import build_skeleton
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
-from deepspeed_compress.training.data.tokens import end_token, load_tokenizer
+from deepspeed_compress.training.data.tokens import load_tokenizer
 from deepspeed_compress.training.loop import Identity, Loop, add_program_state, first_step
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, final_figures
-from deepspeed_compress.training.ranks import AgreedError, Ranks, end_ranks, start_ranks
+from deepspeed_compress.training.ranks import Ranks, end_ranks, start_ranks
 from deepspeed_compress.training.setup import RunConfig, prepare_data, read_run_config, start_training
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
 
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _train(options, ranks)
     except CompressError as error:
-        _report(error, ranks)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         status = 2
     end_ranks()
     return status
@@ -42,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 def _train(options: Options, ranks: Ranks) -> None:
     resuming = options.resume or os.environ.get(RESUME) == "1"
     if not resuming:
-        ranks.first_only(lambda: check_new(options.output_dir))
-    config = ranks.agree(lambda: read_run_config(options, ranks))
-    ranks.first_only(lambda: check_export(options))
+        check_new(options.output_dir)
+    config = read_run_config(options, ranks)
+    check_export(options)
     data = prepare_data(options, ranks, config.model_config)
     engine, parameters = start_training(options, config), build_skeleton(config.model_config).num_parameters()
     batch_size = share_of(engine).batch_size
@@ -107,15 +106,6 @@ def _run(engine: Any) -> str | None:
     return None if session is None else session.journal.part.id
 
 
-def _report(error: CompressError, ranks: Ranks) -> None:
-    """Print the error, only on rank 0 if all ranks raise it. Otherwise each rank prints it, rank 0 first."""
-    if ranks.is_first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif not isinstance(error, AgreedError):
-        time.sleep(3)
-        print(f"rank {ranks.rank}: error: {error}", file=sys.stderr, flush=True)
-
-
 def check_export(options: Options) -> None:
     """Check that the directory of `--export` can be written, and that it holds no other model.
 
@@ -140,14 +130,4 @@ def export_model(engine: Any, config: PretrainedConfig, tokenizer: Path, directo
     """Write the weights, `config`, and the tokenizer in the directory `tokenizer`. Collective."""
     save_pretrained(engine, config, directory)
     if dist.get_rank() == 0:
-        read_tokenizer(tokenizer).save_pretrained(directory)
-
-
-def read_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with its own configuration, or with only the end-of-document token if it has none."""
-    if (directory / "tokenizer_config.json").is_file():
-        loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        return loaded
-    tokenizer = load_tokenizer(directory)
-    end = tokenizer.id_to_token(end_token(directory, tokenizer))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+        load_tokenizer(tokenizer).save_pretrained(directory)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.monitor import KINDS
 from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.run_directory import METRICS, Line, read_metrics, read_statistics
 
@@ -73,26 +72,11 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: s
     }
 
 
-def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
-    """Return means over lines of compression.jsonl.
+def compression_figures(lines: Sequence[Line]) -> dict[str, float]:
+    """Return the mean bytes that one rank sends per step, for every kind of traffic that all `lines` have.
 
-    They are the bytes that one rank sends per step, for every kind of traffic that all lines have, and the compression
-    ratios of all traffic and of gradients (None if nothing was sent).
+    `lines` are those of compression.jsonl.
     """
-    if not lines:
-        return {}
-    kinds = [name for name in lines[0] if name.startswith("bytes_")]
+    kinds = [name for name in (lines[0] if lines else {}) if name.startswith("bytes_")]
     kinds = [name for name in kinds if all(line.get(name) is not None for line in lines)]
-    means = {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}
-    sent, uncompressed = means["bytes_sent_per_step"], means["bytes_uncompressed_per_step"]
-    return {**means, **_total_ratio(lines), "compression_ratio": uncompressed / sent if sent else None}
-
-
-def _total_ratio(lines: Sequence[Line]) -> dict[str, float | None]:
-    """Return the compression ratio of all traffic, including weights; empty if a line lacks it."""
-    if any("total_ratio" not in line for line in lines):
-        return {}
-    known = [line for line in lines if line["total_ratio"] is not None]
-    sizes = [sum(line.get(kind) or 0 for kind in KINDS) for line in known]
-    ratios = (line["total_ratio"] * size for line, size in zip(known, sizes, strict=True))
-    return {"compression_total_ratio": sum(ratios) / sum(sizes) if any(sizes) else None}
+    return {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}

@@ -1,7 +1,4 @@
-"""Operations of all processes of a run.
-
-An error on one process is raised on all of them, so that no process waits for one that has stopped.
-"""
+"""Operations of all processes of a run. If one of them fails, the launcher ends the others."""
 
 import gc
 import os
@@ -12,13 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from deepspeed_compress.errors import CompressError
-
 T = TypeVar("T")
-
-
-class AgreedError(CompressError):
-    """Error that all ranks raise together, so that one of them can report it for all."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +24,9 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def agree(self, action: Callable[[], T]) -> T:
-        """Call `action` on every rank. A CompressError on any rank becomes an AgreedError on all of them."""
-        outcome: list[T] = []
-        error: CompressError | None = None
-        try:
-            outcome.append(action())
-        except CompressError as caught:
-            error = caught
-        errors: list[CompressError | None] = [None] * self.world_size
-        dist.all_gather_object(errors, error)
-        for found in errors:
-            if found is not None:
-                raise AgreedError(str(found)) from found
-        return outcome[0]
-
     def first_only(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0 only. Its result, or an AgreedError, reaches every rank."""
-        result = self.agree(lambda: action() if self.is_first else None)
-        shared: list[Any] = [result]
+        """Call `action` on rank 0 only. Its result reaches every rank."""
+        shared: list[Any] = [action() if self.is_first else None]
         dist.broadcast_object_list(shared, src=0)
         value: T = shared[0]
         return value
@@ -63,8 +38,12 @@ class Ranks:
 
     def once_per_node(self, action: Callable[[], object]) -> None:
         """Call `action` on rank 0, then on the first rank of each other node, which may have another disk."""
-        self.agree(lambda: action() if self.is_first else None)
-        self.agree(lambda: action() if self.local_rank == 0 and not self.is_first else None)
+        if self.is_first:
+            action()
+        dist.barrier()
+        if self.local_rank == 0 and not self.is_first:
+            action()
+        dist.barrier()
 
 
 def start_ranks(local_rank: int) -> Ranks:

@@ -51,14 +51,14 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
     """Train the tokenizer and encode the text, unless both exist already, and map the tokens. Raises DataError."""
-    files = ranks.agree(lambda: corpus.text_files(options.data))
+    files = corpus.text_files(options.data)
     if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
         ranks.print_once(f"training a tokenizer into {options.tokenizer}")
     ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
     key = ranks.first_only(lambda: tokens.cache_key(files, options.tokenizer))
     ranks.print_once(f"tokens in {options.cache_dir}, which are encoded if they are missing")
     ranks.once_per_node(lambda: tokens.build_cache(files, options.tokenizer, options.cache_dir, key))
-    return ranks.agree(lambda: _split(options, key, model_config))
+    return _split(options, key, model_config)
 
 
 def start_training(options: Options, config: RunConfig) -> Any:

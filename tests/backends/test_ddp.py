@@ -227,24 +227,6 @@ def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
         assert same == ""
 
 
-def replaced(rank: int, back: bool) -> list[str]:
-    """Return the warnings if the program steps another optimizer or, with `back`, restores weights twice."""
-    model, optimizer, _ = Setting(FOUR_BITS).build()
-    other = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with messages.caught_warnings() as texts:
-        for step in range(8):
-            plain(model, rank, step)
-            stepper = optimizer if step == 0 or (back and step not in (2, 3)) else other
-            stepper.step()
-            stepper.zero_grad()
-    return [text for text in texts if "through the attached SGD" in text]
-
-
-@pytest.mark.parametrize(("back", "times"), [(False, 1), (True, 0)])
-def test_a_replaced_optimizer_causes_a_warning(back: bool, times: int) -> None:
-    assert [len(texts) for texts in run_forks(2, replaced, back)] == [times] * 2
-
-
 def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
     _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
     with messages.caught_warnings() as texts:

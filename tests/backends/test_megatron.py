@@ -18,7 +18,7 @@ from tests.backends.contract.megatron import BOTH_WAYS, KINDS, MegatronRun, opti
 from tests.support import messages
 from tests.support.attached import held_by
 from tests.support.forks import run_forks
-from tests.support.megatron import Options, checkpointing, start
+from tests.support.megatron import Options, start
 from tests.support.methods import NONE
 from tests.support.two_branches import FOUR_BITS, STOCHASTIC, bits_of, same_on_all
 
@@ -81,9 +81,8 @@ def test_rank_0_writes_figures(tmp_path: Path) -> None:
 
 def without_residuals(rank: int, directory: str) -> str:
     """Return the error about a checkpoint that was written without this package."""
-    run = MegatronRun(options_of((True, False)), rank, FOUR_BITS, own_files=True)
-    checkpointing().save({"step": 1}, directory)
-    return messages.refusal(deepspeed_compress.StateError, run.load_residuals, directory)
+    run = MegatronRun(options_of((True, False)), rank, FOUR_BITS)
+    return messages.refusal(deepspeed_compress.StateError, run.attached.load, directory)
 
 
 def test_a_checkpoint_without_residuals_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """The C++ kernels against plain torch: elementwise operations are compared bit for bit."""
 
 import math
-import os
-import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
-from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
-from deepspeed_compress.compression.kernels.compiled import MARCH
+from deepspeed_compress.compression.kernels.arguments import FIRST, BlockFormat, ResidualBuffers
 from tests.gpu.comparisons import same_bits
 from tests.gpu.operations import COMPARISONS, FORMS, dequantize, quantize, top_k, top_k_of_sum
-from tests.support.kernels import operations
+from tests.support.kernels import message_of, operations, quantize_blocks
 from tests.support.properties import properties
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +56,8 @@ def encoded(
 ) -> tuple[Tensor, Tensor]:
     blocks = -(-x.numel() // form.block_size)
     numbers = torch.full((blocks,), 7.0, dtype=dtype)
-    codes = torch.full((form.code_bytes(x.numel()) + 3,), 0xFF, dtype=torch.uint8)
-    ops.quantize_blocks(x, form, numbers, codes, key, residual)  # type: ignore[attr-defined]
+    codes = torch.full((form.code_bytes(x.numel()),), 0xFF, dtype=torch.uint8)
+    quantize_blocks(ops, x, form, numbers, codes, key, residual)
     return numbers, codes
 
 
@@ -87,7 +83,7 @@ def test_sums_of_squares_differ_only_by_the_order_of_summation(numel: int, dtype
 def test_kernels_have_the_bits_of_plain_torch(name: str) -> None:
     """The order of a sum changes few scales, and none of these."""
     row = ROWS[name]
-    row = replace(row, rule=same_bits) if row.operation == "quantize_blocks" else row
+    row = replace(row, rule=same_bits) if row.operation == "quantize_messages" else row
     for numel in (*SIZES, *row.sizes):
         assert row.differs(cpu, CPU, numel) == ""
     assert row.differs_if_alike(cpu, CPU) == ""
@@ -120,16 +116,16 @@ def test_a_finite_residual_stays_finite() -> None:
 @pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
 def test_sums_of_messages_match_the_reference(form: BlockFormat, ranks: int) -> None:
     x, *sent = torch.randn(1 + ranks, 1000, generator=torch.Generator().manual_seed(ranks))
-    messages = [encoded(reference, one, form, torch.float32, None, None) for one in sent]
-    out, expected = x.clone(), x.clone()
-    cpu.dequantize_blocks_sum(messages, form, out, 1 / 3)
-    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
-    assert same_bits([out], [expected]) == ""
+    table, empty, _ = message_of(form, 1000, torch.empty(-(-1000 // form.block_size)))
+    payloads = empty.repeat(ranks, 1)
+    for one, payload in zip(sent, payloads, strict=True):
+        reference.quantize_messages(one, FIRST, form, torch.float32, payload, table, None, None)
     # Without `add`, the output is overwritten, even if it is NaN.
-    out, expected = torch.full_like(x, torch.nan), torch.zeros_like(x)
-    cpu.dequantize_blocks_sum(messages, form, out, 1 / 3, add=False)
-    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
-    assert same_bits([out], [expected]) == ""
+    for add, before in ((True, x), (False, torch.full_like(x, torch.nan))):
+        out, expected = before.clone(), before.clone()
+        for ops, target in ((cpu, out), (reference, expected)):
+            ops.dequantize_messages(payloads, form, torch.float32, table, target, FIRST, 1 / 3, add)
+        assert same_bits([out], [expected]) == ""
 
 
 def test_scales_that_are_sums_differ_at_most_by_rounding() -> None:
@@ -212,27 +208,6 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
 
 def test_every_implementation_has_all_operations() -> None:
     assert operations(cpu) == operations(reference)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 machine code with objdump"
-)
-def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
-    program = (
-        "import torch\n"
-        "from deepspeed_compress.compression.kernels import for_device\n"
-        "print(for_device(torch.device('cpu')).__name__)\n"
-    )
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), MARCH: "x86-64-v2"}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["deepspeed_compress.compression.kernels.cpu"]
-    (library,) = tmp_path.glob("*.so")
-    assert (
-        f"compression runs with SSE instructions, several times slower than with AVX2: {MARCH}=x86-64-v2" in run.stderr
-    )
-    # There are no AVX registers.
-    assert "ymm" not in subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from deepspeed_compress.compression.kernels import implementations
-from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import FIRST, BlockFormat, ResidualBuffers, single
 
 CPU = torch.device("cpu")
 cpu = implementations(CPU)["cpu"]
 FORM = BlockFormat("absmax", 7, 4, 64)
-X, NUMBERS, CODES = torch.zeros(128), torch.zeros(2), torch.zeros(64, dtype=torch.uint8)
+X, CODES = torch.zeros(128), torch.zeros(64, dtype=torch.uint8)
+TABLE, OUT = single(128, 72), torch.zeros(72, dtype=torch.uint8)
 ROWS = torch.zeros(3, 10)
 
 
@@ -23,6 +24,14 @@ def residual(before: torch.Tensor, after: torch.Tensor) -> ResidualBuffers:
     return ResidualBuffers(before, 1.0, after)
 
 
+def encode(x: torch.Tensor, one: BlockFormat, out: torch.Tensor, memory: ResidualBuffers | None = None) -> None:
+    cpu.quantize_messages(x, FIRST, one, torch.float32, out, TABLE, None, memory)
+
+
+def decode(payloads: torch.Tensor) -> None:
+    cpu.dequantize_messages(payloads, FORM, torch.float32, TABLE, X.clone(), FIRST, 1.0, True)
+
+
 TILES = torch.zeros(1, 1, 4, 4)
 CALLS: dict[str, Callable[[], object]] = {
     "negative count of random numbers": lambda: cpu.uniform(-1, 0, CPU),
@@ -32,30 +41,18 @@ CALLS: dict[str, Callable[[], object]] = {
     "too few values to add": lambda: cpu.add_cast(torch.zeros(127), X.clone(), 1.0),
     "wrong dtype of a sum": lambda: cpu.add_cast(X, X.double(), 1.0),
     "norm of integers": lambda: cpu.square_norm(CODES),
-    "too few scales": lambda: cpu.quantize_blocks(X, FORM, NUMBERS[:1], CODES.clone()),
-    "too few codes": lambda: cpu.quantize_blocks(X, FORM, NUMBERS.clone(), CODES[:63]),
-    "wrong dtype of codes": lambda: cpu.quantize_blocks(X, FORM, NUMBERS.clone(), CODES.float()),
-    "wrong dtype of elements": lambda: cpu.quantize_blocks(X.bfloat16(), FORM, NUMBERS.clone(), CODES.clone()),
-    "elements that are not contiguous": lambda: cpu.quantize_blocks(
-        torch.zeros(256)[::2], FORM, NUMBERS.clone(), CODES.clone()
-    ),
-    "zero block size": lambda: cpu.quantize_blocks(X, form(block_size=0), NUMBERS.clone(), CODES.clone()),
-    "negative block size": lambda: cpu.quantize_blocks(X, form(block_size=-64), NUMBERS.clone(), CODES.clone()),
-    "too many bits": lambda: cpu.quantize_blocks(X, form(bits=9), NUMBERS.clone(), torch.zeros(400, dtype=torch.uint8)),
-    "short residual": lambda: cpu.quantize_blocks(
-        X, FORM, NUMBERS.clone(), CODES.clone(), None, residual(X[:100].clone(), X.clone())
-    ),
-    "residuals of two dtypes": lambda: cpu.quantize_blocks(
-        X, FORM, NUMBERS.clone(), CODES.clone(), None, residual(X.clone(), X.bfloat16())
-    ),
-    "short message": lambda: cpu.dequantize_blocks_add(NUMBERS, CODES[:10], FORM, X.clone(), 1.0),
-    "message with too few scales": lambda: cpu.dequantize_blocks_add(NUMBERS[:1], CODES, FORM, X.clone(), 1.0),
-    "short second message": lambda: cpu.dequantize_blocks_sum(
-        [(NUMBERS, CODES), (NUMBERS, CODES[:-1])], FORM, X.clone(), 1.0
-    ),
-    "scales of two dtypes": lambda: cpu.dequantize_blocks_sum(
-        [(NUMBERS, CODES), (NUMBERS.half(), CODES)], FORM, X.clone(), 1.0
-    ),
+    "too few bytes of a message": lambda: encode(X, FORM, OUT[:-1].clone()),
+    "wrong dtype of a message": lambda: encode(X, FORM, OUT.float()),
+    "wrong dtype of elements": lambda: encode(X.bfloat16(), FORM, OUT.clone()),
+    "elements that are not contiguous": lambda: encode(torch.zeros(256)[::2], FORM, OUT.clone()),
+    "zero block size": lambda: encode(X, form(block_size=0), OUT.clone()),
+    "negative block size": lambda: encode(X, form(block_size=-64), OUT.clone()),
+    "too many bits": lambda: encode(X, form(bits=9), torch.zeros(400, dtype=torch.uint8)),
+    "short residual": lambda: encode(X, FORM, OUT.clone(), residual(X[:100].clone(), X.clone())),
+    "residuals of two dtypes": lambda: encode(X, FORM, OUT.clone(), residual(X.clone(), X.bfloat16())),
+    "short message": lambda: decode(OUT[None, :-1]),
+    "short second message": lambda: decode(OUT.repeat(2, 1)[:, :-4]),
+    "rows of messages with gaps": lambda: decode(OUT.repeat(2, 2)[:, ::2]),
     "k larger than a row": lambda: cpu.top_k_rows(ROWS, 11),
     "k of zero": lambda: cpu.top_k_rows(ROWS, 0),
     "wrong dtype of rows": lambda: cpu.top_k_rows(ROWS.double(), 3),
@@ -84,8 +81,8 @@ def test_an_invalid_argument_raises(call: Callable[[], object]) -> None:
 
 def test_empty_tensors_are_accepted() -> None:
     empty, codes = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
-    cpu.quantize_blocks(empty, FORM, empty.clone(), codes)
-    cpu.dequantize_blocks_add(empty, codes, FORM, empty.clone(), 1.0)
+    cpu.quantize_messages(empty, FIRST, FORM, torch.float32, codes, single(0, 0), None, None)
+    cpu.dequantize_messages(codes[None], FORM, torch.float32, single(0, 0), empty.clone(), FIRST, 1.0, True)
     cpu.cast(empty, empty.clone())
     cpu.add_cast(empty, empty.clone(), 1.0)
     assert cpu.unpack_bits(codes, 0, 5).tolist() == [0] * 5

@@ -177,6 +177,8 @@ def test_keys_are_those_of_single_messages() -> None:
     keys = Keys(random_key(1, 2, 3, 4), 9)
     assert keys.of(5, 6) == message_key((1, 2, 3, 4, 5, 6), 9)
     assert next_key(0, 1) == random_key(1)
+    for key in (0, 1, 2**32, 2**63 + 0x9876543210, 2**64 - 1):
+        assert Keys.of_single(key).of(0, 0) == key
 
 
 def test_sizes_are_checked_before_memory_is_read() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.arguments import BEGIN, NUMEL
 from tests.gpu import comparisons
 from tests.gpu.comparisons import Comparison, check, same_bits
 from tests.gpu.operations import COMPARISONS
@@ -49,29 +50,36 @@ def test_every_operation_has_a_row() -> None:
     }
 
 
-def late_codes(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
+def late_codes(x: Tensor, at: int, form: Any, dtype: torch.dtype, out: Tensor, table: Any, *options: Any) -> None:
     """Flip one code behind the first tile."""
-    reference.quantize_blocks(x, form, numbers, codes, key, memory)
-    codes[2048:2049] ^= 1
+    reference.quantize_messages(x, at, form, dtype, out, table, *options)
+    begin = -(-x.numel() // form.block_size) * dtype.itemsize
+    out[begin + 2048 : begin + 2049] ^= 1
 
 
-def wrong_memory(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
+def wrong_memory(
+    x: Tensor, at: int, form: Any, dtype: torch.dtype, out: Tensor, table: Any, keys: Any, memory: Any
+) -> None:
     """Ignore the residual."""
-    reference.quantize_blocks(x, form, numbers, codes, key, None)
+    reference.quantize_messages(x, at, form, dtype, out, table, keys, None)
     if memory is not None:
         memory.after.copy_(memory.before)
 
 
-def wrong_scales(x: Tensor, form: Any, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
+def wrong_scales(x: Tensor, at: int, form: Any, dtype: torch.dtype, out: Tensor, table: Any, *options: Any) -> None:
     """Make every scale one representable number too large."""
-    reference.quantize_blocks(x, form, numbers, codes, key, memory)
-    numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize]).add_(1)
+    reference.quantize_messages(x, at, form, dtype, out, table, *options)
+    for row in table.values:
+        size = -(-row[NUMEL] // form.block_size) * dtype.itemsize
+        out[row[BEGIN] : row[BEGIN] + size].view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).add_(1)
 
 
-def fused(numbers: Tensor, codes: Tensor, form: Any, out: Tensor, scale: float) -> None:
+def fused(
+    payloads: Tensor, form: Any, dtype: torch.dtype, table: Any, out: Tensor, at: int, scale: float, add: bool
+) -> None:
     """Round products and sums once instead of twice."""
     total = torch.zeros_like(out)
-    reference.dequantize_blocks_add(numbers, codes, form, total, 1.0)
+    reference.dequantize_messages(payloads, form, dtype, table, total, at, 1.0, False)
     out.copy_((out.double() + total.double() * scale).float())
 
 
@@ -90,10 +98,10 @@ def unstable(rows: Tensor, k: int) -> Tensor:
 @pytest.mark.parametrize(
     ("operation", "planted_kernel"),
     [
-        ("quantize_blocks", late_codes),
-        ("quantize_blocks", wrong_memory),
-        ("quantize_blocks", wrong_scales),
-        ("dequantize_blocks_add", fused),
+        ("quantize_messages", late_codes),
+        ("quantize_messages", wrong_memory),
+        ("quantize_messages", wrong_scales),
+        ("dequantize_messages", fused),
         ("cast", unsigned_cast),
         ("top_k_rows", unstable),
         ("uniform", lambda count, key, device: reference.uniform(count, key + 1, device)),

@@ -1,5 +1,6 @@
 """The speed of every kernel, relative to a device-to-device copy of the bytes that it reads and writes."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ NUMEL = {"cuda": 1 << 28, "cpu": 1 << 16}
 REPEATS = {"cuda": 15, "cpu": 3}
 NEEDED = 16
 """Maximum bytes of device memory per element."""
+PLAIN = re.compile("rows|of all")
+"""Operations that plain PyTorch does on every GPU."""
 GOAL, GOAL_TOP_K = 0.8, 0.5
 """Goals as fractions of the speed of a copy."""
 
@@ -44,7 +47,7 @@ def numel_on(device: torch.device) -> int:
 
 @pytest.mark.gpu
 @needs("triton", "rich")
-@pytest.mark.parametrize("operation", [COPY, *OPERATIONS])
+@pytest.mark.parametrize("operation", [COPY, *(name for name in OPERATIONS if not PLAIN.search(name))])
 def test_speed(operation: str, rows: Mapping[str, Any], device: torch.device, record_property: RecordProperty) -> None:
     judge(rows[operation], device.type, record_property)
 

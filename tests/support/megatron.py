@@ -1,6 +1,5 @@
 """Small models for megatron-core on the CPU."""
 
-import multiprocessing
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -19,14 +18,6 @@ _NEVER_CLOSED = ExitStack()
 def on_cpu() -> None:
     """Make Megatron use the CPU in place of CUDA for the rest of this process."""
     _NEVER_CLOSED.enter_context(without_cuda())
-
-
-def checkpointing() -> Any:
-    """Return Megatron's module of checkpoints. Its writer starts processes, which daemonic ranks may not do."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    from megatron.core import dist_checkpointing
-
-    return dist_checkpointing
 
 
 def start(**sizes: Any) -> None:

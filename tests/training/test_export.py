@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.training.data.tokens import cache_key, eval_starts, open_cache, split_windows, train_tokenizer
-from deepspeed_compress.training.main import check_export, main, read_tokenizer
+from deepspeed_compress.training.data.tokens import cache_key, eval_starts, open_cache, split_windows
+from deepspeed_compress.training.main import check_export, main
 from tests.support.forks import run_forks
 from tests.support.model_configs import LLAMA
 
@@ -140,13 +140,3 @@ def test_a_resumed_run_may_overwrite_its_export_but_not_its_model(tmp_path: Path
 def test_without_the_option_nothing_is_created(tmp_path: Path) -> None:
     check_export(options_with(model=tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tokenizer_without_a_configuration_has_an_end_token(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    directory = train_tokenizer([tmp_path / "text.txt"], tmp_path / "tokenizer", 300)
-    named = read_tokenizer(directory)
-    (directory / "tokenizer_config.json").unlink()
-    alone = read_tokenizer(directory)
-    assert alone.eos_token_id == named.eos_token_id == 0
-    assert alone(TEXT).input_ids == named(TEXT).input_ids

@@ -66,13 +66,7 @@ def test_final_figures_are_medians_and_means(tmp_path: Path) -> None:
         "tokens_per_s": 50.0,
         "bytes_sent_per_step": 10,
         "bytes_uncompressed_per_step": 80,
-        "compression_ratio": 8.0,
     }
-
-
-def test_a_run_that_sends_nothing_has_no_ratio(tmp_path: Path) -> None:
-    (tmp_path / "compression.jsonl").write_text('{"step": 1, "bytes_sent": 0, "bytes_uncompressed": 0}\n')
-    assert final_figures(tmp_path, tmp_path, 1)["compression_ratio"] is None
 
 
 def test_a_line_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:

@@ -5,11 +5,6 @@ own part to all. Two ranks need only one: they send each other all elements, whi
 messages, and rounded once. All ranks decode the same bytes in the same order, their own, too, so they get the same
 bits. Rounding is to the nearest code and depends on nothing but the values, so a layer that is recomputed gets the bits
 of its first pass.
-
-With sequence parallelism, each rank has a part of the sequence outside of layers that ranks share (Korthikanti et al.,
-arXiv:2205.05198). A layer gathers the parts before it, and sums and scatters its output after it. Gradients take the
-other of the two ways. All ranks decode the same bytes of a gather, their own, too. A sum has this rank's own term
-uncompressed, because no other rank gets it.
 """
 
 from collections.abc import Callable
@@ -21,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.backends.activations.messages import ActivationMessages, activation_codec, gradient_codec
+from deepspeed_compress.backends.activations.messages import ActivationMessages
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
 from deepspeed_compress.collectives.messages import Channel, Messages
@@ -47,7 +42,7 @@ class TensorSum(Protocol):
 SumOver = Callable[[ProcessGroup], TensorSum]
 """Function that returns the sum over a group."""
 _Exchange = Callable[[Tensor], Tensor]
-"""Exchange of a tensor over ranks: a `TensorSum`, or a gather or sum of parts of sequences."""
+"""A `TensorSum`, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -127,59 +122,6 @@ def sums_over(codec: Codec, run: Run) -> SumOver:
     return cache(lambda group: compressed_sum(group, codec, run))
 
 
-@dataclass(frozen=True)
-class SequenceParts:
-    """Parts of sequences, the first dimension of tensors, on the ranks of `group`. Counts `bytes_tensor`."""
-
-    group: ProcessGroup
-    messages: ActivationMessages
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return the parts of all ranks, of which `x` ([n, ...]) is this rank's: [ranks * n, ...]. Collective."""
-        ranks = self.group.size()
-        whole, mine = x.new_empty(ranks * len(x), *x.shape[1:]), self.messages.encode(x, ranks - 1)
-        sizes, gathered = [mine.numel()] * ranks, mine.repeat(ranks)
-        self._wait(Link(self.group).all_gather_split(gathered, sizes, 0), (ranks - 1) * mine.nbytes, x)
-        payloads = torch.split(gathered, sizes)
-        for payload, part in zip(payloads, whole.chunk(ranks), strict=True):
-            self.messages.decode(payload, part)
-        return whole
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return this rank's part ([n, ...]) of the sum of `x` ([ranks * n, ...]) over the ranks. Collective."""
-        rank, parts = self.group.rank(), x.chunk(self.group.size())
-        own = parts[rank].to(torch.float32)
-        nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
-        sent = [nothing if one == rank else self.messages.encode(part) for one, part in enumerate(parts)]
-        received = [nothing if one == rank else self.messages.payload(own) for one in range(len(parts))]
-        self._wait(Link(self.group).start(sent, received, 0), sum(one.nbytes for one in sent), x)
-        others = torch.empty_like(own)
-        self.messages.decode_sum([payload for payload in received if payload is not nothing], others)
-        return (own + others).to(x.dtype)
-
-    def _wait(self, exchange: PendingExchange, size: int, x: Tensor) -> None:
-        self.messages.meter.count("bytes_tensor", size)
-        with self.messages.meter.phase("communicate", x.device):
-            exchange.finish()
-
-
-@dataclass(frozen=True)
-class SequenceExchange:
-    """Gathers and scattered sums in the forward pass (`activations`) and in the backward pass (`gradients`)."""
-
-    activations: SequenceParts
-    gradients: SequenceParts
-
-
-def sequences_over(bits: int, bits_of_gradients: int, meter: Meter) -> Callable[[ProcessGroup], SequenceExchange]:
-    """Return a function that returns the exchange over a group, the same one whenever it is called."""
-    messages = [
-        ActivationMessages(codec, meter, "bytes_tensor_saved")
-        for codec in (activation_codec(bits), gradient_codec(bits_of_gradients))
-    ]
-    return cache(lambda group: SequenceExchange(*(SequenceParts(group, message) for message in messages)))
-
-
 def sum_output(x: Tensor, total: _Exchange) -> Tensor:
     """Return the sum of `x`, whose gradient passes unchanged (g of Shoeybi et al., arXiv:1909.08053)."""
     return _exchanged(x, total, _unchanged)
@@ -188,16 +130,6 @@ def sum_output(x: Tensor, total: _Exchange) -> Tensor:
 def sum_gradient(x: Tensor, total: _Exchange) -> Tensor:
     """Return `x` as a tensor whose gradient is summed (f of Shoeybi et al., arXiv:1909.08053)."""
     return _exchanged(x, _unchanged, total)
-
-
-def gather_sequence(x: Tensor, exchange: SequenceExchange) -> Tensor:
-    """Return the whole sequence, of which `x` is this rank's part. Its gradients are summed and scattered."""
-    return _exchanged(x, exchange.activations.gather, exchange.gradients.sum)
-
-
-def scatter_sum(x: Tensor, exchange: SequenceExchange) -> Tensor:
-    """Return this rank's part of the sum of `x` over the ranks. Its gradients are gathered."""
-    return _exchanged(x, exchange.activations.sum, exchange.gradients.gather)
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     """Attach everything to the engine, in this order. Each part receives the earlier ones that it needs."""
     node = node_unit(engine)
     if node is not None:
-        equalize_weights(engine, node, is_new=True)
+        equalize_weights(engine, node)
     parameters = find_parameters(engine)
     warn_of_ignored_type(engine, config, parameters.dtype)
     warn_of_micro_steps(engine, config)

@@ -11,7 +11,6 @@ on a stream of their own on GPU. They count only if they hold what the optimizer
 exchange takes place at the beginning of the step.
 """
 
-import warnings
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,44 +36,23 @@ from deepspeed_compress.backends.deepspeed.weights.copies import (
 from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.payload import PendingMeans
-from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import ring_all_reduce
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
 
-def equalize_weights(engine: Any, unit: NodeUnit, *, is_new: bool) -> bool:
-    """Copy the weights of the first node to the nodes in which they differ. Collective.
-
-    Like DeepSpeed, this makes whole weights that are not trained equal only when the engine is new. A program may
-    give each rank its own ones afterwards.
-
-    Args:
-        engine: the engine.
-        unit: this rank's node.
-        is_new: True when the engine is made.
-
-    Returns:
-        True if the fp32 master weights of any rank differed.
+def equalize_weights(engine: Any, unit: NodeUnit) -> None:
+    """Copy the weights of the first node to the others. Collective.
 
     Raises:
         UnsupportedError: ZeRO 3 has sharded the parameters over other ranks than those of a node.
     """
     masters = find_master_weights(engine)
     check_equal_layouts(masters, unit)
-    differs = any(copy_from_first([one.values for one in masters.slices], engine.device, unit.peers))
-    found = gather_objects((differs, {one.parameter for one in masters.slices}))
-    changed = any(differs for differs, _ in found)
-    if changed:
-        masters.publish()
-    trained = set(chain.from_iterable(names for _, names in found))
-    untrained = [one for _, one in named_untrained(engine, trained) if is_new or hasattr(one, "ds_tensor")]
-    copy_weights(untrained, engine.device, unit.peers)
-    return changed
-
-
-CHECK_EVERY = 100
-"""Optimizer steps between comparisons of the nodes' weights."""
+    copy_from_first([one.values for one in masters.slices], engine.device, unit.peers)
+    masters.publish()
+    trained = set(chain.from_iterable(gather_objects({one.parameter for one in masters.slices})))
+    copy_weights([one for _, one in named_untrained(engine, trained)], engine.device, unit.peers)
 
 
 def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
@@ -146,8 +124,6 @@ class NodeShards:
         """Replace the gradients that the optimizer is about to step with their mean over the nodes."""
         with self._gradients.handed_over():
             (self._exchange if self._early is None else self._early.reduce)()
-        # Not before, because ranks may have begun different numbers of exchanges in the same group.
-        self._check_weights()
         if self._stream is not None:
             # ZeRO 3 looks for overflows there.
             self._stream.wait_stream(get_accelerator().current_stream())
@@ -165,17 +141,6 @@ class NodeShards:
             waiting = started
         if waiting is not None:
             waiting.finish()
-
-    def _check_weights(self) -> None:
-        """Compare the weights of the nodes now and then, and warn if a program has changed those of one node only."""
-        steps = self._engine.global_steps
-        if steps and steps % CHECK_EVERY == 0 and equalize_weights(self._engine, self._unit, is_new=False):
-            text = (
-                f"{self._unit.pointer}: the nodes held different weights before step {steps + 1}, and continue with "
-                "those of the first node. Change weights on all nodes alike; GatheredParameters with modifier_rank "
-                "changes those of a node"
-            )
-            warnings.warn(text, CompressWarning, stacklevel=3)
 
     def _start(self, keys: tuple[Key, ...], found: Found) -> "_Exchange":
         """Begin to average a bucket, or go on with what began during backward."""

@@ -6,19 +6,13 @@ over ranks and are not parts of one tensor. The files of a rank, as `save` write
 object, and `load` reads them. Both use a temporary directory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed_compress.backends import sessions
@@ -115,32 +109,6 @@ class Attached:
             except StateError:
                 if self.session.config.on_missing_state == "error":
                     raise
-
-    def sharded_state_dict(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
-        """Return the state of compression for Megatron's checkpoints.
-
-        All ranks of the job must call this, between steps.
-
-        Args:
-            checkpoint: None to save; else the directory from which the state dict will be loaded.
-
-        Returns:
-            An entry of the state dict for `megatron.core.dist_checkpointing.save` or `load`. Its bytes are copies, so
-            training may continue while Megatron writes. Empty if `checkpoint` was written without this package.
-
-        Raises:
-            StateError: on all ranks, if one of them cannot write its state.
-
-        Examples:
-            >>> dist_checkpointing.save({**state_dict, **compression.sharded_state_dict()}, directory)
-            >>> request = {**state_dict, **compression.sharded_state_dict(directory)}
-            >>> compression.load_state_dict(dist_checkpointing.load(request, directory))
-        """
-        return saved_files(self.save) if checkpoint is None else request_files(Path(checkpoint))
-
-    def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Resume from a state dict that Megatron has loaded, of which `sharded_state_dict` was a part; see `load`."""
-        load_files(loaded, self.load)
 
 
 def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
@@ -270,50 +238,3 @@ def _of_all(problems: Iterable[str]) -> list[str]:
 
 def _nothing() -> None:
     """Stand in for saving and loading on a rank without experts."""
-
-
-KEY = "deepspeed_compress"
-"""Key in a state dict, and of the objects in the checkpoint, one per rank."""
-
-Files = Mapping[str, Tensor]
-"""Bytes (uint8) by path."""
-
-
-def saved_files(save: Callable[[Path], None]) -> dict[str, Any]:
-    """Return the files that `save` writes into a directory, as an entry of a state dict to save."""
-    with TemporaryDirectory(prefix=KEY) as name:
-        directory = Path(name)
-        save(directory)
-        files = {
-            str(file.relative_to(directory)): torch.from_numpy(np.fromfile(file, np.uint8))
-            for file in sorted(directory.rglob("*"))
-            if file.is_file()
-        }
-    return {KEY: ShardedObject(KEY, files, (dist.get_world_size(),), (dist.get_rank(),))}
-
-
-def request_files(checkpoint: Path) -> dict[str, Any]:
-    """Return an entry of a state dict to load from `checkpoint`; empty if the checkpoint has none.
-
-    It requests the files that this rank saved or, if the number of ranks differs, those of all ranks.
-    """
-    found = [one for one in load_sharded_metadata(str(checkpoint)).values() if one.key == KEY]
-    if not found:
-        return {}
-    [size] = found[0].global_shape
-    if size == dist.get_world_size():
-        return {KEY: [ShardedObject(KEY, None, (size,), (dist.get_rank(),))]}
-    # Megatron requires each object to be requested by exactly one rank as replica 0.
-    return {KEY: [ShardedObject(KEY, None, (size,), (rank,), replica_id=dist.get_rank()) for rank in range(size)]}
-
-
-def load_files(loaded: Mapping[str, Any], load: Callable[[Path], None]) -> None:
-    """Let `load` read the files in `loaded`, the state dict that Megatron returned for the request."""
-    entry: Sequence[Files] = loaded.get(KEY, ())
-    with TemporaryDirectory(prefix=KEY) as name:
-        for files in entry:
-            for path, data in files.items():
-                file = Path(name) / path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                data.numpy().tofile(file)
-        load(Path(name))

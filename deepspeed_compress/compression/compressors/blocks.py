@@ -9,7 +9,14 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.arguments import BlockFormat, Keys, MessageTable, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import (
+    FIRST,
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+    single,
+)
 
 
 class BlockQuantizer(ABC):
@@ -90,13 +97,12 @@ class FormQuantizer(BlockQuantizer):
         self._encode(x, out, key, residual)
 
     def _encode(self, x: Tensor, out: Tensor, key: int, residual: ResidualBuffers | None) -> None:
-        numbers, code_field = self._fields(out, x.numel())
-        self._clear_padding(out, x.numel())
-        kernels, seed = for_device(x.device), key if self.stochastic else None
-        kernels.quantize_blocks(x, self.form, numbers, code_field, seed, residual)
+        table = single(x.numel(), self.payload_bytes(x.numel()))
+        self.compress_all(x, FIRST, out, table, Keys.of_single(key), residual)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        for_device(out.device).dequantize_blocks_add(*self._fields(payload, out.numel()), self.form, out, scale)
+        table = single(out.numel(), self.payload_bytes(out.numel()))
+        self.decompress_all(payload.unsqueeze(0), table, out, FIRST, scale, add=True)
 
     def compress_all(
         self, x: Tensor, at: int, out: Tensor, table: MessageTable, keys: Keys, residual: ResidualBuffers | None

@@ -110,11 +110,12 @@ def fitted(scales: Tensor, dtype: torch.dtype, levels: int = 1) -> Tensor:
 SOURCE, FIRST, NUMEL, BEGIN, END, OWNER, CHANNEL = range(7)
 """Columns of `MessageTable.rows`."""
 _MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
 
 
 def next_key(state: int, part: int) -> int:
     """Return the key of the parts that gave `state`, and `part`: SplitMix64's finalizer."""
-    state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+    state = (state + part + _STEP) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
     return state ^ state >> 31
@@ -136,6 +137,21 @@ class Keys:
         """Return the key of one message."""
         shared = next_key(next_key(self.state, owner), channel)
         return shared >> 32 << 32 | next_key(shared, self.sender) >> 32
+
+    @classmethod
+    def of_single(cls, key: int) -> "Keys":
+        """Return the keys with which the message of `single` has `key`."""
+        shared = key >> 32 << 32
+        return cls(_former(_former(shared)), (_former(key << 32 & _MASK) - shared) & _MASK)
+
+
+def _former(key: int) -> int:
+    """Return the state from which `next_key` makes `key` with the part 0: its steps are undone one by one."""
+    key ^= key >> 31 ^ key >> 62
+    key = key * 0x319642B2D24D8EC3 & _MASK
+    key ^= key >> 27 ^ key >> 54
+    key = key * 0x96DE1B173F119089 & _MASK
+    return (key ^ key >> 30 ^ key >> 60) - _STEP & _MASK
 
 
 @dataclass(frozen=True, eq=False)

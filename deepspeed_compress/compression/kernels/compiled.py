@@ -10,18 +10,15 @@ import hashlib
 import os
 import platform
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 
-from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.safe_files import locked
 
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""
-_FAST = ("AVX2", "AVX-512", "NEON", "SVE")
-"""Instruction sets with which no kernel is slow. Earlier ones of x86-64 have no fused multiply-add."""
+
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 """The C++ files, which do not depend on torch."""
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
@@ -55,20 +52,6 @@ def instruction_set(library: ctypes.CDLL) -> str:
     function = library.compress_instruction_set
     function.argtypes, function.restype = [], ctypes.c_char_p
     return str(function().decode())
-
-
-def warn_if_slow(library: ctypes.CDLL) -> None:
-    """Warn if `library` uses slow instructions."""
-    name = instruction_set(library)
-    if name in _FAST:
-        return
-    chosen = os.environ.get(MARCH)
-    reason = f"{MARCH}={chosen} chooses that; unset it" if chosen else "this processor, or the compiler, has no AVX2"
-    warnings.warn(
-        f"compression runs with {name} instructions, several times slower than with AVX2: {reason}",
-        CompressWarning,
-        stacklevel=2,
-    )
 
 
 def _directory() -> Path:

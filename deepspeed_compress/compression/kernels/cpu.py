@@ -5,7 +5,7 @@ round differently. Kernels use `torch.get_num_threads` threads.
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     ResidualBuffers,
     scale_limit,
 )
-from deepspeed_compress.compression.kernels.compiled import load_library, warn_if_slow
+from deepspeed_compress.compression.kernels.compiled import load_library
 
 dequantize_rows_add, quantize_rows = reference.dequantize_rows_add, reference.quantize_rows
 quantize_rows_between = reference.quantize_rows_between
@@ -30,7 +30,6 @@ pack_codes, unpack_codes = reference.pack_codes, reference.unpack_codes
 
 _POINTER, _INT, _LONG, _KEY = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
-_POINTERS = ctypes.POINTER(_POINTER)
 _KINDS: Mapping[str, int] = {"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3, "eight": 4, "ternary": 5}
 _TYPES: Mapping[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _FP32 = torch.float32
@@ -54,17 +53,6 @@ def _declared(*parameters: tuple[str, list[type]]) -> ctypes.CDLL:
 
 _LIBRARY = _declared(
     ("compress_uniform", [_LONG, _KEY, _POINTER, _INT]),
-    (
-        "compress_quantize",
-        [
-            *(_POINTER, _LONG, _INT, _INT, _INT, _LONG, _DOUBLE, _POINTER, _INT, _POINTER, _LONG, _INT, _KEY),
-            *(_INT, _POINTER, _FLOAT, _POINTER, _INT),
-        ],
-    ),
-    (
-        "compress_dequantize_add",
-        [_POINTERS, _INT, _POINTERS, _INT, _LONG, _INT, _INT, _LONG, _POINTER, _FLOAT, _INT, _INT],
-    ),
     ("compress_cast", [_POINTER, _LONG, _POINTER, _INT, _INT]),
     ("compress_add_cast", [_POINTER, _INT, _LONG, _POINTER, _FLOAT, _INT]),
     ("compress_square_norm", [_POINTER, _INT, _LONG, _POINTER]),
@@ -99,7 +87,6 @@ _LIBRARY = _declared(
     ),
     ("compress_copy_runs", [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT]),
 )
-warn_if_slow(_LIBRARY)
 
 
 def _at(tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
@@ -117,10 +104,6 @@ def _at(tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
 
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
-
-
-def _all_at(tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
-    return (_POINTER * len(tensors))(*(_at(tensor, numel, dtype) for tensor in tensors))
 
 
 def _check_range(name: str, value: int, lowest: int, highest: int) -> None:
@@ -166,27 +149,6 @@ def square_norm(values: Tensor) -> Tensor:
     return out
 
 
-def quantize_blocks(
-    x: Tensor,
-    form: BlockFormat,
-    numbers: Tensor,
-    codes: Tensor,
-    key: int | None = None,
-    residual: ResidualBuffers | None = None,
-) -> None:
-    """See `reference.quantize_blocks`. Makes one pass over `x` and the residual."""
-    _check_form(form)
-    numel, blocks = x.numel(), -(-x.numel() // form.block_size)
-    _LIBRARY.compress_quantize(
-        *(_at(x, numel, _FP32), numel, _KINDS[form.kind], form.levels, form.bits, form.block_size),
-        *(_limit(form, numbers.dtype), _at(numbers, blocks, *_TYPES), _TYPES[numbers.dtype]),
-        *(_at(codes, form.code_bytes(numel), torch.uint8), codes.numel()),
-        *(key is not None, key or 0),
-        *(_NO_RESIDUAL if residual is None else _residual_arguments(residual, numel)),
-        torch.get_num_threads(),
-    )
-
-
 def _limit(form: BlockFormat, dtype: torch.dtype) -> float:
     """Return the largest scale of `form` in `dtype`."""
     fit = LEVELS.get(form.kind)
@@ -197,29 +159,6 @@ def _limit(form: BlockFormat, dtype: torch.dtype) -> float:
 def _residual_arguments(residual: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
     before, dtype = _at(residual.before, numel, torch.float32, torch.bfloat16), residual.before.dtype
     return _TYPES[dtype], before, residual.decay, _at(residual.after, numel, dtype)
-
-
-def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
-    """See `reference.dequantize_blocks_add`."""
-    dequantize_blocks_sum([(numbers, codes)], form, out, scale)
-
-
-def dequantize_blocks_sum(
-    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
-) -> None:
-    """See `reference.dequantize_blocks_sum`. Makes one pass over `out`."""
-    if not messages:
-        return reference.dequantize_blocks_sum(messages, form, out, scale, add)
-    _check_form(form)
-    numel, blocks = out.numel(), -(-out.numel() // form.block_size)
-    numbers, codes = zip(*messages, strict=True)
-    dtype = numbers[0].dtype
-    _LIBRARY.compress_dequantize_add(
-        *(_all_at(numbers, blocks, dtype), _TYPES[dtype], _all_at(codes, form.code_bytes(numel), torch.uint8)),
-        *(len(messages), numel, _KINDS[form.kind], form.bits, form.block_size),
-        *(_at(out, numel, _FP32), scale, add, torch.get_num_threads()),
-    )
-    return None
 
 
 def quantize_messages(

@@ -4,27 +4,23 @@ Results are bit-identical to those of `reference`, except for the scales of kind
 These are computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes
 and residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
 
-Nothing waits for the GPU. Only results are allocated and, by `top_k_rows`, counters, survivors and a bit per element of
-long rows. These cases fall back to `reference`: other block formats (`_covers`), keys on the device, DCT tiles larger
-than 64 x 64, Hadamard blocks of more than 8192 elements, bit strings of more than 16 bits per value, and tensors that
-are not contiguous.
+Nothing waits for the GPU, and these programs allocate only results. `reference` does the rest: rows with known scales,
+bit strings, other block formats (`_covers`), keys on the device, rows of more than 8192 elements, DCT tiles larger than
+64 x 64, Hadamard blocks of more than 8192 elements, and tensors that are not contiguous.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_messages, gpu_rows, reference
+from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_messages, reference
 from deepspeed_compress.compression.kernels.arguments import (
     BlockFormat,
     Keys,
     MessageTable,
     ResidualBuffers,
-    scale_limit,
 )
-from deepspeed_compress.compression.kernels.gpu_launch import TILE, alignment, bits, flat, halves, programs, warps
+from deepspeed_compress.compression.kernels.gpu_launch import TILE, bits, flat, halves, programs
 from deepspeed_compress.compression.kernels.gpu_select import top_k_rows
 
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
@@ -34,15 +30,14 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
 dct_tiles, hadamard_tiles, hadamard_at = gpu_bases.dct_tiles, gpu_bases.hadamard_tiles, gpu_bases.hadamard_at
 cast_messages, add_cast_messages = gpu_messages.cast_messages, gpu_messages.add_cast_messages
 copy_runs = gpu_messages.copy_runs
-quantize_rows, quantize_rows_between = gpu_rows.quantize_rows, gpu_rows.quantize_rows_between
-dequantize_rows_add = gpu_rows.dequantize_rows_add
+quantize_rows, quantize_rows_between = reference.quantize_rows, reference.quantize_rows_between
+dequantize_rows_add = reference.dequantize_rows_add
+pack_bits, unpack_bits = reference.pack_bits, reference.unpack_bits
+pack_codes, unpack_codes = reference.pack_codes, reference.unpack_codes
 square_norm = reference.square_norm
-_MESSAGES_PER_PASS = 8
-"""Number of messages that a program adds at once, with all their codes in registers."""
 _MAX_BLOCK = 4096
 _KINDS = frozenset({"absmax", "norm", "mean", "lloyd", "eight"})
 _WIDTHS = frozenset({1, 2, 3, 4, 8})
-_MAX_WIDTH = 16
 
 
 def _covers(form: BlockFormat) -> bool:
@@ -92,98 +87,6 @@ def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[
     return columns, total.gather(1, columns)
 
 
-def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
-    """See `reference.pack_bits`."""
-    if not 0 < width <= _MAX_WIDTH or not flat(values, out):
-        return reference.pack_bits(values, width, out)
-    with torch.cuda.device(out.get_device()):
-        gpu_bits.pack[programs(out.numel(), TILE)](
-            values, out, values.numel(), out.numel(), width=width, tile=TILE, num_warps=4
-        )
-    return None
-
-
-def pack_codes(codes: Tensor, width: int, out: Tensor) -> None:
-    """See `reference.pack_codes`."""
-    pack_bits(codes, width, out)
-
-
-def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
-    """See `reference.unpack_bits`."""
-    return _unpacked(packed, width, torch.empty(count, dtype=torch.int64, device=packed.device))
-
-
-def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
-    """See `reference.unpack_codes`."""
-    if width == 8:
-        return packed[:count]
-    return _unpacked(packed, width, torch.empty(count, dtype=torch.uint8, device=packed.device))
-
-
-def _unpacked(packed: Tensor, width: int, out: Tensor) -> Tensor:
-    if not 0 < width <= _MAX_WIDTH or not flat(packed):
-        return out.copy_(reference.unpack_bits(packed, width, out.numel()))
-    with torch.cuda.device(out.get_device()):
-        gpu_bits.unpack[programs(out.numel(), TILE)](
-            packed, out, out.numel(), packed.numel(), width=width, tile=TILE, num_warps=4
-        )
-    return out
-
-
-def quantize_blocks(
-    x: Tensor,
-    form: BlockFormat,
-    numbers: Tensor,
-    codes: Tensor,
-    key: int | None = None,
-    residual: ResidualBuffers | None = None,
-) -> None:
-    """See `reference.quantize_blocks`."""
-    # Without a residual, x takes its place in the launch arguments; it is not written then.
-    before, after, decay = (residual.before, residual.after, residual.decay) if residual is not None else (x, x, 0.0)
-    if not _covers(form) or not flat(x, numbers, codes, before, after):
-        return reference.quantize_blocks(x, form, numbers, codes, key, residual)
-    group, tile = _group(form)
-    grid = programs(x.numel(), tile)
-    with torch.cuda.device(x.get_device()):
-        gpu_blocks.encode[grid](
-            x, bits(before), bits(after), bits(numbers), codes, x.numel(), codes.numel(), decay, *halves(key or 0),
-            kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
-            limit=scale_limit(numbers.dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
-            has_residual=residual is not None, stochastic=key is not None, alignment=alignment([codes]),
-            num_warps=warps(tile), enable_fp_fusion=False,
-        )  # fmt: skip
-    # The programs clear only the padding that they reach.
-    if (rest := codes[grid[0] * tile * form.bits // 8 :]).numel():
-        rest.zero_()
-    return None
-
-
-def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
-    """See `reference.dequantize_blocks_add`."""
-    dequantize_blocks_sum([(numbers, codes)], form, out, scale)
-
-
-def dequantize_blocks_sum(
-    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
-) -> None:
-    """See `reference.dequantize_blocks_sum`. Makes one pass over `out` per 8 messages."""
-    if not _covers(form) or not flat(out, *(field for message in messages for field in message)):
-        return reference.dequantize_blocks_sum(messages, form, out, scale, add)
-    if not add:
-        out.zero_()
-    group, tile = _group(form)
-    for begin in range(0, len(messages), _MESSAGES_PER_PASS):
-        numbers, codes = zip(*messages[begin : begin + _MESSAGES_PER_PASS], strict=True)
-        with torch.cuda.device(out.get_device()):
-            gpu_blocks.decode[programs(out.numel(), tile)](
-                tuple(map(bits, numbers)), codes, out, out.numel(), scale,
-                kind=form.kind, bits=form.bits, block=form.block_size, group=group, alignment=alignment(codes),
-                num_warps=warps(tile), enable_fp_fusion=False,
-            )  # fmt: skip
-    return None
-
-
 def quantize_messages(
     x: Tensor,
     at: int,
@@ -216,9 +119,3 @@ def dequantize_messages(
         return reference.dequantize_messages(payloads, form, dtype, table, out, at, scale, add)
     with torch.cuda.device(out.get_device()):
         return gpu_messages.dequantize_messages(payloads, form, dtype, table, out, at, scale, add)
-
-
-def _group(form: BlockFormat) -> tuple[int, int]:
-    """Return the number of blocks and of elements per program."""
-    group = max(1, TILE // form.block_size)
-    return group, group * form.block_size

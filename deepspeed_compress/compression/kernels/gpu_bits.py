@@ -1,4 +1,4 @@
-"""Triton programs for numbers outside of blocks: uniform random numbers, casts, and bit strings.
+"""Triton programs for numbers outside of blocks: uniform random numbers, and casts.
 
 A tensor of bf16 is passed as int16, its bits: rounding them as integers gives the same result on every device. Programs
 must be launched with `enable_fp_fusion=False`, because the reference rounds every product and every sum separately.
@@ -92,28 +92,3 @@ def add_scaled(values, out, count, factor, tile: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * tile
     product = as_fp32(load(values + first, count - first, tile)) * factor
     store(out + first, load(out + first, count - first, tile) + product, count - first, tile)
-
-
-@triton.jit
-def pack(values, out, count, size, width: tl.constexpr, tile: tl.constexpr):
-    """Compute each of the `size` bytes of `out` from those of the `count` values that have bits in it."""
-    byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    first = byte * 8 // width
-    packed = tl.zeros([tile], tl.int32)
-    for step in tl.static_range((width + 6) // width + 1):
-        value = tl.load(values + first + step, mask=first + step < count, other=0).to(tl.int32) & ((1 << width) - 1)
-        shift = ((first + step) * width - byte * 8).to(tl.int32)
-        packed |= tl.where(shift < 0, value >> tl.maximum(-shift, 0), value << tl.minimum(tl.maximum(shift, 0), 8))
-    tl.store(out + byte, packed.to(tl.uint8), mask=byte < size)
-
-
-@triton.jit
-def unpack(packed, out, count, size, width: tl.constexpr, tile: tl.constexpr):
-    """Compute each of the `count` values of `out` from at most 3 of the `size` bytes of `packed`."""
-    value = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    byte = value * width // 8
-    bits = tl.zeros([tile], tl.int32)
-    for step in tl.static_range((width + 6) // 8 + 1):
-        bits |= tl.load(packed + byte + step, mask=byte + step < size, other=0).to(tl.int32) << 8 * step
-    bits = (bits >> (value * width - byte * 8).to(tl.int32)) & ((1 << width) - 1)
-    tl.store(out + value, bits.to(out.dtype.element_ty), mask=value < count)

@@ -120,39 +120,6 @@ def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
         return (codes << (32 - bits)) >> (32 - bits)
 
 
-@triton.jit(
-    do_not_specialize=["numel", "code_bytes", "key_low", "key_high"],
-    do_not_specialize_on_alignment=["numbers", "codes"],
-)
-def encode(
-    x, before, after, numbers, codes, numel, code_bytes, decay, key_low, key_high,
-    kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
-    limit: tl.constexpr, after_limit: tl.constexpr, has_residual: tl.constexpr, stochastic: tl.constexpr,
-    alignment: tl.constexpr,
-):  # fmt: skip
-    """Quantize like `reference.quantize_blocks`, with `group` blocks per program.
-
-    `limit` is `arguments.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are
-    used only if `has_residual`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the
-    address of the codes.
-    """
-    first = tl.program_id(0).to(tl.int64) * (group * block)
-    if numel - first >= group * block:
-        # Same call with a constant: comparison with a multiple of 16 keeps 16-byte loads intact.
-        encode_tile(
-            x + first, before + first, after + first, numbers + first // block,
-            tl.multiple_of(codes + first * bits // 8, alignment), first, group * block, group * block * bits // 8,
-            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
-        )  # fmt: skip
-    else:
-        encode_tile(
-            x + first, before + first, after + first, numbers + first // block,
-            tl.multiple_of(codes + first * bits // 8, alignment), first, (numel - first).to(tl.int32),
-            code_bytes - first * bits // 8,
-            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, has_residual, stochastic,
-        )  # fmt: skip
-
-
 @triton.jit
 def encode_tile(
     x, before, after, numbers, codes, index, left, room, decay, key_low, key_high,
@@ -225,42 +192,6 @@ def load_packed(packed, left, count: tl.constexpr, bits: tl.constexpr):
             more = tl.load(packed + place + byte, mask=place + byte < size, other=0)
             found |= more.to(tl.int32) << 8 * byte
     return found
-
-
-@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["numbers", "codes"])
-def decode(
-    numbers, codes, out, numel, factor,
-    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
-):  # fmt: skip
-    """Dequantize like `reference.dequantize_blocks_sum`, with `group` blocks per program.
-
-    `numbers` and `codes` are tuples with one element per message. `alignment` is as for `encode`.
-    """
-    first = tl.program_id(0).to(tl.int64) * (group * block)
-    if numel - first >= group * block:
-        _decode(numbers, codes, out, first, group * block, factor, kind, bits, block, group, alignment)
-    else:
-        _decode(numbers, codes, out, first, (numel - first).to(tl.int32), factor, kind, bits, block, group, alignment)
-
-
-@triton.jit
-def _decode(
-    numbers, codes, out, first, left, factor,
-    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
-):  # fmt: skip
-    """Decode the blocks from element `first` on, given `left` remaining elements."""
-    row = tl.arange(0, group)
-    place = row[:, None] * block + tl.arange(0, block)[None, :]
-    target = out + first + place
-    total = tl.load(target, mask=place < left, other=0.0)
-    # Issue all loads before the first shuffle, since loads cannot be moved across it.
-    scales, packed = (), ()
-    for message in tl.static_range(len(codes)):
-        begin = tl.multiple_of(codes[message] + first * bits // 8, alignment)
-        packed += (load_packed(begin, left, group * block, bits),)  # type: ignore[assignment]
-        scales += (tl.load(numbers[message] + first // block + row, mask=row * block < left, other=0),)  # type: ignore[assignment]
-    total = accumulate(total, scales, packed, factor, kind, bits, block, group)
-    tl.store(target, total, mask=place < left)
 
 
 @triton.jit

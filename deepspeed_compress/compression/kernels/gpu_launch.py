@@ -1,8 +1,5 @@
 """Helpers for launching Triton programs: grids, warps, and tensors and keys in the form that programs expect."""
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -31,11 +28,6 @@ def halves(key: int) -> tuple[int, int]:
 
 def _int32(bits: int) -> int:
     return bits - ((bits & 0x80000000) << 1)
-
-
-def alignment(fields: Sequence[Tensor]) -> int:
-    """Return the largest number of bytes, at most 16, that divides all addresses of `fields`."""
-    return math.gcd(16, *(field.data_ptr() for field in fields))
 
 
 def flat(*tensors: Tensor) -> bool:

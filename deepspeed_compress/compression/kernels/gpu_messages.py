@@ -53,9 +53,11 @@ def _block_tiles(table: MessageTable, form: BlockFormat, dtype: torch.dtype, siz
     done, itemsize = within * size, dtype.itemsize
     number_bytes = -(-rows[:, NUMEL] // form.block_size) * itemsize
     codes = rows[:, BEGIN] + (number_bytes + 3) // 4 * 4 + done * form.bits // 8
+    # A program needs no larger numbers of remaining elements and bytes, which are int32 there.
+    left, room = (rows[:, NUMEL] - done).clamp(max=size), (rows[:, END] - codes).clamp(max=8 * size)
     columns = (
-        *(rows[:, SOURCE] + done, rows[:, FIRST] + done, rows[:, NUMEL] - done),
-        *(rows[:, BEGIN] // itemsize + done // form.block_size, codes, rows[:, END] - codes, done),
+        *(rows[:, SOURCE] + done, rows[:, FIRST] + done, left),
+        *(rows[:, BEGIN] // itemsize + done // form.block_size, codes, room, done),
         *(rows[:, OWNER], rows[:, CHANNEL]),
     )
     return torch.stack(columns, dim=1).to(device)
@@ -209,7 +211,7 @@ def _encode(
     group: tl.constexpr, limit: tl.constexpr, after_limit: tl.constexpr, has_residual: tl.constexpr,
     stochastic: tl.constexpr, x_alignment: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of `group` blocks; see `gpu_blocks.encode`."""
+    """Quantize a tile of `group` blocks; see `gpu_blocks.encode_tile`."""
     row = tiles + tl.program_id(0) * _WIDTH
     x += tl.multiple_of(tl.load(row + at), x_alignment)
     first, left = tl.multiple_of(tl.load(row + 1), x_alignment), tl.load(row + 2).to(tl.int32)

@@ -5,7 +5,7 @@ on every device.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -142,7 +142,7 @@ def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, 
     return quotient.clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
 
 
-def quantize_blocks(
+def _quantize_blocks(
     x: Tensor,
     form: BlockFormat,
     numbers: Tensor,
@@ -175,26 +175,16 @@ def quantize_blocks(
         values[elements].view(shape).copy_(kind.codes(rows, scales, form.levels, row_noise).view(torch.uint8))
     _pack(values, form, codes)
     if residual is not None:
-        dequantize_blocks_add(numbers, codes, form, x, -1.0)
+        _dequantize_blocks_add(numbers, codes, form, x, -1.0)
         cast(x, residual.after)
 
 
-def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
-    """Add `scale` times the values that `quantize_blocks` encoded to `out` (flat fp32 [n]): (s * `scale`) * code."""
+def _dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
+    """Add `scale` times the values that `_quantize_blocks` encoded to `out` (flat fp32 [n]): (s * `scale`) * code."""
     values, scales = _unpack(codes, form, out.numel()), numbers.to(torch.float32)
     for blocks, elements, shape in _blocks(out.numel(), form.block_size):
         signed = reference_kinds.KINDS[form.kind].signed(values[elements], form.bits).view(shape)
         dequantize_rows_add(scales[blocks], signed, out[elements].view(shape), scale)
-
-
-def dequantize_blocks_sum(
-    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
-) -> None:
-    """Apply `dequantize_blocks_add` to each of `messages` (numbers and codes) in order, to zeros if not `add`."""
-    if not add:
-        out.zero_()
-    for numbers, codes in messages:
-        dequantize_blocks_add(numbers, codes, form, out, scale)
 
 
 def quantize_messages(
@@ -207,7 +197,7 @@ def quantize_messages(
     keys: Keys | None,
     residual: ResidualBuffers | None,
 ) -> None:
-    """Apply `quantize_blocks` to each message of `table`.
+    """Apply `_quantize_blocks` to each message of `table`.
 
     A message consists of its scales in `dtype` and its codes, each zero-padded to a multiple of 4 bytes.
 
@@ -226,7 +216,7 @@ def quantize_messages(
         numbers, codes = _fields(out[row[BEGIN] : row[END]], form, dtype, numel, clear=True)
         part = None if residual is None else residual.part(first, first + numel)
         key = None if keys is None else keys.of(row[OWNER], row[CHANNEL])
-        quantize_blocks(x[row[at] : row[at] + numel], form, numbers, codes, key, part)
+        _quantize_blocks(x[row[at] : row[at] + numel], form, numbers, codes, key, part)
 
 
 def dequantize_messages(
@@ -245,8 +235,12 @@ def dequantize_messages(
     """
     for row in table.values:
         numel = row[NUMEL]
-        fields = [_fields(payload[row[BEGIN] : row[END]], form, dtype, numel) for payload in payloads]
-        dequantize_blocks_sum(fields, form, out[row[at] : row[at] + numel], scale, add)
+        target = out[row[at] : row[at] + numel]
+        if not add:
+            target.zero_()
+        for payload in payloads:
+            numbers, codes = _fields(payload[row[BEGIN] : row[END]], form, dtype, numel)
+            _dequantize_blocks_add(numbers, codes, form, target, scale)
 
 
 def _fields(

@@ -16,7 +16,14 @@ from rich.table import Table
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import implementations
-from deepspeed_compress.compression.kernels.arguments import BlockFormat, ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import (
+    FIRST,
+    BlockFormat,
+    Keys,
+    MessageTable,
+    ResidualBuffers,
+    single,
+)
 from deepspeed_compress.compression.kernels.compiled import instruction_set, load_library
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.jobs import Row, new_document, save_document
@@ -24,7 +31,7 @@ from deepspeed_compress.tools.tables import new_console, new_table
 
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
-KEY = 0x1234_5678_9ABC_DEF0
+KEYS = Keys(0x1234_5678_9ABC_DEF0, 0)
 INT8, INT4, SIGN = (
     BlockFormat("absmax", 127, 8, BLOCK),
     BlockFormat("absmax", 7, 4, BLOCK),
@@ -43,34 +50,30 @@ def _quantize(
     form: BlockFormat, kernels: Kernels, x: Tensor, stochastic: bool = False, memory: torch.dtype | None = None
 ) -> Callable[[], object]:
     """Return a call that computes scales and packed codes of `x`, with error feedback if a dtype for it is given."""
-    numbers, codes = _message(form, x)
+    table, out = _message(form, x)
     kept = torch.zeros(x.numel(), dtype=memory, device=x.device) if memory is not None else None
     feedback = ResidualBuffers(kept, 1.0, kept) if kept is not None else None
-    key = KEY if stochastic else None
-    return lambda: kernels.quantize_blocks(x, form, numbers, codes, key=key, residual=feedback)
+    keys = KEYS if stochastic else None
+    return lambda: kernels.quantize_messages(x, FIRST, form, torch.float32, out, table, keys, feedback)
 
 
 def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], object]:
     """Return a call that adds a message with as many elements as `x` to a sum."""
-    numbers, codes = _message(form, x)
-    kernels.quantize_blocks(x, form, numbers, codes)
-    total = torch.zeros_like(x)
-    return lambda: kernels.dequantize_blocks_add(numbers, codes, form, total, 0.5)
+    return _sum(form, kernels, x, ranks=1)
 
 
 def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable[[], object]:
     """Return a call that adds the messages of `ranks` ranks to a sum."""
-    messages = [_message(form, x) for _ in range(ranks)]
-    for numbers, codes in messages:
-        kernels.quantize_blocks(x, form, numbers, codes)
-    total = torch.zeros_like(x)
-    return lambda: kernels.dequantize_blocks_sum(messages, form, total, 0.5)
+    table, out = _message(form, x)
+    kernels.quantize_messages(x, FIRST, form, torch.float32, out, table, None, None)
+    payloads, total = out.repeat(ranks, 1), torch.zeros_like(x)
+    return lambda: kernels.dequantize_messages(payloads, form, torch.float32, table, total, FIRST, 0.5, True)
 
 
-def _message(form: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return buffers for the scales and the codes of `x`."""
-    numbers = torch.empty(-(-x.numel() // form.block_size), device=x.device)
-    return numbers, torch.empty(form.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+def _message(form: BlockFormat, x: Tensor) -> tuple[MessageTable, Tensor]:
+    """Return the table of one message of `x`, and a buffer for it."""
+    size = 4 * -(-x.numel() // form.block_size) + -(-form.code_bytes(x.numel()) // 4) * 4
+    return single(x.numel(), size), torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
 def _top_k(kernels: Kernels, x: Tensor) -> Callable[[], object]:
@@ -268,7 +271,7 @@ def _table(heading: str, rows: list[Row]) -> Table:
     return table
 
 
-_ADDING = {"add", "sum"}
+_ADDING = {"add", "dequantize"}
 """Words in the names of kernels that add to their last argument."""
 
 

@@ -2,53 +2,40 @@
 
 `<directory>/<key>.bin` holds the tokens of all files one after another, as little-endian uint16 or uint32.
 `<key>.json` has the start of each file. The key is a digest of the texts and the tokenizer, so a cache never serves
-other data. Both files are written under temporary names and renamed, the .json last: if it exists, the cache is
-complete.
+other data. The .json is written last: if it exists, the cache is complete.
 
 There is no iterator state: (seed, n) determine what step n reads. So a resumed run continues exactly, and the batch of
 a step is the same with any number of data-parallel ranks.
 
-The tokenizer is a directory with tokenizer.json, which transformers loads. Byte-level BPE as in GPT-2 (Radford et al.
-2019, section 2.2) can encode any text, so there is no unknown token. The only special token ends each document.
+The tokenizer is a directory that transformers loads. Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2) can
+encode any text, so there is no unknown token. The only special token ends each document.
 """
 
 import hashlib
 import json
-import os
-import secrets
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.safe_files import replacing
-from deepspeed_compress.training.data.corpus import CHUNK_CHARS, documents
+from deepspeed_compress.safe_files import write_json, write_text
+from deepspeed_compress.training.data.corpus import documents
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_CHARS = 200_000_000
-MIN_VOCAB = 257
-"""Smallest vocabulary: 256 bytes and the special token."""
 
 
 def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> Path:
-    """Train on the first 200 million characters of `files`, write `directory`, and return it.
+    """Train on the first documents of `files`, 200 million characters or more, write `directory`, and return it.
 
-    A small corpus may give fewer than `vocab_size` tokens. The directory appears complete or not at all.
-
-    Raises:
-        DataError: if a file cannot be read or `vocab_size` is less than 257.
+    A small corpus may give fewer than `vocab_size` tokens. tokenizer.json is written last.
     """
-    if vocab_size < MIN_VOCAB:
-        raise DataError(f"vocab_size: {vocab_size} is too small for 256 bytes and one special token; write {MIN_VOCAB}")
     tokenizer = _untrained()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -57,49 +44,31 @@ def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(files, SAMPLE_CHARS), trainer)
-    _write_whole(directory, tokenizer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "bos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "tokenizer_config.json", config)
+    write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
     return directory
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Return the tokenizer of `directory`, which may be any directory with a tokenizer.json.
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of `directory`.
 
     Raises:
-        DataError: if there is none, or it cannot be parsed.
+        DataError: if it names no token that ends a document.
     """
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(f"--tokenizer {directory}: contains no tokenizer.json; choose a directory that does")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"--tokenizer {directory}: tokenizer.json cannot be read: {error}") from None
-
-
-def end_token(directory: Path, tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends a document: `eos_token` of tokenizer_config.json, else <|endoftext|>.
-
-    Raises:
-        DataError: if the vocabulary does not have that token.
-    """
-    name = _named_end_token(directory / "tokenizer_config.json") or END_OF_TEXT
-    identifier = tokenizer.token_to_id(name)
-    if identifier is None:
+    loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    if loaded.eos_token_id is None:
         raise DataError(
-            f"--tokenizer {directory}: its vocabulary has no token {name!r} to end documents; write one that it has as "
-            "eos_token in tokenizer_config.json"
+            f"--tokenizer {directory}: names no token to end documents; write one that it has as eos_token in "
+            "tokenizer_config.json"
         )
-    return int(identifier)
-
-
-def _named_end_token(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    try:
-        name = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError):
-        raise DataError(f"{file}: not a JSON object") from None
-    return str(name["content"]) if isinstance(name, dict) else name
+    return loaded
 
 
 def _untrained() -> Tokenizer:
@@ -111,38 +80,13 @@ def _untrained() -> Tokenizer:
 
 
 def _sample(files: Iterable[Path], limit: int) -> Iterator[str]:
-    """Yield parts of the text until `limit` characters are read."""
+    """Yield documents until `limit` characters are read."""
     for file in files:
         for document in documents(file):
-            for piece in document:
-                yield piece
-                limit -= len(piece)
-                if limit <= 0:
-                    return
-
-
-def _write_whole(directory: Path, tokenizer: Tokenizer) -> None:
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    tokenizer.save(str(scratch / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "bos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    (scratch / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    scratch.chmod(0o755)
-    try:
-        os.replace(scratch, directory)
-    except OSError as error:
-        shutil.rmtree(scratch)
-        raise DataError(
-            f"--tokenizer {directory}: exists and is not empty, but is not a tokenizer; choose another directory"
-        ) from error
-
-
-FORMAT = 1
+            yield document
+            limit -= len(document)
+            if limit <= 0:
+                return
 
 
 @dataclass(frozen=True)
@@ -155,88 +99,41 @@ class TokenCache:
 
 
 def cache_key(files: list[Path], tokenizer: Path) -> str:
-    """Return 32 hexadecimal digits from the content of `files` in order and of the tokenizer.
-
-    Raises:
-        DataError: if a file cannot be read.
-    """
-    digest = hashlib.sha256(f"format {FORMAT}".encode())
+    """Return 32 hexadecimal digits from the content of `files` in order and of the tokenizer."""
+    digest = hashlib.sha256(b"format 1")
     for file in [tokenizer / "tokenizer.json", *files]:
-        try:
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:32]
 
 
-def build_cache(files: list[Path], tokenizer: Path, directory: Path, key: str, chunk_chars: int = CHUNK_CHARS) -> None:
-    """Encode `files` into `directory` under `key`, unless that cache exists.
-
-    Several processes may do this at once: the last rename wins, and all contents are the same. Memory use does not
-    grow with the corpus.
-
-    Raises:
-        DataError: if a file cannot be read or nothing can be written.
-    """
-    if _index_file(directory, key).is_file():
+def build_cache(files: list[Path], tokenizer: Path, directory: Path, key: str) -> None:
+    """Encode `files` into `directory` under `key`, unless that cache exists."""
+    index = directory / f"{key}.json"
+    if index.is_file():
         return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _encode_all(files, tokenizer, directory, key, chunk_chars)
-    except OSError as error:
-        raise DataError(f"token cache {directory}: cannot be written: {error.strerror or error}") from None
+    loaded = load_tokenizer(tokenizer)
+    vocab_size = loaded.backend_tokenizer.get_vocab_size()
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    encoded = [np.fromiter(_encoded(file, loaded), dtype) for file in files]
+    directory.mkdir(parents=True, exist_ok=True)
+    np.concatenate(encoded).tofile(directory / f"{key}.bin")
+    bounds = np.cumsum([0, *map(len, encoded)]).tolist()
+    write_json(index, {"dtype": dtype.str, "vocab_size": vocab_size, "bounds": bounds})
+
+
+def _encoded(file: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[int]:
+    """Yield the tokens of a file."""
+    for document in documents(file):
+        yield from tokenizer.backend_tokenizer.encode(document, add_special_tokens=False).ids
+        yield tokenizer.eos_token_id
 
 
 def open_cache(directory: Path, key: str) -> TokenCache:
-    """Map a cache that `build_cache` made. Raises DataError if it is missing or damaged."""
-    try:
-        index = json.loads(_index_file(directory, key).read_text(encoding="utf-8"))
-        tokens = np.memmap(_token_file(directory, key), dtype=index["dtype"], mode="r")
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"token cache {_token_file(directory, key)}: missing or damaged ({error}); delete it to build it again"
-        ) from None
-    if tokens.size != index["bounds"][-1]:
-        raise DataError(f"token cache {_token_file(directory, key)}: truncated; delete it to build it again")
+    """Map a cache that `build_cache` made."""
+    index = json.loads((directory / f"{key}.json").read_text(encoding="utf-8"))
+    tokens = np.memmap(directory / f"{key}.bin", index["dtype"], mode="r", shape=(index["bounds"][-1],))
     return TokenCache(tokens, tuple(index["bounds"]), index["vocab_size"])
-
-
-def _encode_all(files: list[Path], tokenizer: Path, directory: Path, key: str, chunk_chars: int) -> None:
-    loaded = load_tokenizer(tokenizer)
-    vocab_size, end = loaded.get_vocab_size(), end_token(tokenizer, loaded)
-    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    bounds = [0]
-    with _replacing(_token_file(directory, key)) as stream:
-        for file in files:
-            bounds.append(bounds[-1])
-            for tokens in _encoded(file, loaded, end, chunk_chars):
-                stream.write(np.asarray(tokens, dtype=dtype).tobytes())
-                bounds[-1] += len(tokens)
-    with _replacing(_index_file(directory, key)) as stream:
-        index = {"format": FORMAT, "dtype": dtype.str, "vocab_size": vocab_size, "bounds": bounds}
-        stream.write(json.dumps(index | {"files": [str(file) for file in files]}).encode())
-
-
-def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[list[int]]:
-    """Yield the tokens of each part of the text."""
-    for document in documents(file, chunk_chars):
-        for piece in document:
-            yield tokenizer.encode(piece, add_special_tokens=False).ids
-        yield [end]
-
-
-def _replacing(target: Path) -> AbstractContextManager[BinaryIO]:
-    """Return a context that replaces `target` by a new file. Ranks of several hosts may write the same one."""
-    return replacing(target, target.with_name(f".{target.name}-{secrets.token_hex(8)}"))
-
-
-def _token_file(directory: Path, key: str) -> Path:
-    return directory / f"{key}.bin"
-
-
-def _index_file(directory: Path, key: str) -> Path:
-    return directory / f"{key}.json"
 
 
 Segment = tuple[int, int]

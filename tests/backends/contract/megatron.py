@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from tests.support.attached import Case, Gradients, Run, Section, on
-from tests.support.megatron import Options, checkpointing, start
+from tests.support.megatron import Options, start
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 from tests.support.two_branches import FOUR_BITS, LOW_RANK, STOCHASTIC, WIDTH, batch
 
@@ -29,19 +29,14 @@ class Net(nn.Module):
 
 
 class MegatronRun(Run):
-    """A run of `Net`, under Megatron alone without a section. With `still`, weights stay.
-
-    With `own_files`, residuals are in Megatron's checkpoints.
-    """
+    """A run of `Net`, under Megatron alone without a section. With `still`, weights stay."""
 
     replicated = False
 
-    def __init__(
-        self, options: Options, rank: int, given: Section | None, still: bool = False, own_files: bool = False
-    ) -> None:
+    def __init__(self, options: Options, rank: int, given: Section | None, still: bool = False) -> None:
         if not dist.is_initialized():
             start()
-        self.rank, self.dtype, self._own_files = rank, options.dtype, own_files
+        self.rank, self.dtype = rank, options.dtype
         if still:
             options = replace(options, optimizer={**options.optimizer, "lr": 0.0, "clip_grad": 0.0})
         [self.model], self.optimizer = options.wrap([Net().to(options.dtype)], options.config(num_layers=1))
@@ -99,25 +94,15 @@ class MegatronRun(Run):
         return count
 
     def save(self, directory: str) -> Any:
-        if self._own_files:
-            checkpointing().save({"step": 1, **self.attached.sharded_state_dict()}, directory)
-        else:
-            self.attached.save(directory)
+        self.attached.save(directory)
         return {key: value.clone() for key, value in self.model.state_dict().items()}, states(self.optimizer)
-
-    def load_residuals(self, directory: str) -> None:
-        if self._own_files:
-            request = {"step": 0, **self.attached.sharded_state_dict(directory)}
-            self.attached.load_state_dict(checkpointing().load(request, directory))
-        else:
-            self.attached.load(directory)
 
     def load(self, directory: str, kept: Any, residuals: bool) -> None:
         model, optimizers = kept
         self.model.load_state_dict(model)
         put(self.optimizer, optimizers)
         if residuals:
-            self.load_residuals(directory)
+            self.attached.load(directory)
 
 
 def states(optimizer: Any) -> list[dict[str, Any]]:
@@ -159,10 +144,9 @@ class Bucketed(Case):
     """A case under Megatron."""
 
     options: Options
-    own_files: bool = False
 
     def run(self, rank: int, section: Section | None, still: bool = False) -> MegatronRun:
-        return MegatronRun(self.options, rank, section, still, self.own_files)
+        return MegatronRun(self.options, rank, section, still)
 
 
 def every(
@@ -193,4 +177,3 @@ TRAINED = {
     if "overrides" not in given
 } | {"nodes": Bucketed(OVERLAPPED, section=NODES, ranks=4)}
 OTHER_SIZES = (Bucketed(OWNED, ranks=3), Bucketed(OWNED))
-OTHER_SIZES_OF_OWN_FILES = (Bucketed(OWNED, own_files=True, ranks=3), Bucketed(OWNED, own_files=True))

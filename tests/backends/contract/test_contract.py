@@ -64,12 +64,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case: Case, tmp_path: Path) -
     assert run_forks(case.ranks, attached.unlike_uninterrupted, case, str(tmp_path)) == [[]] * case.ranks
 
 
-OF_OWN_FILES = pytest.param(*megatron.OTHER_SIZES_OF_OWN_FILES, id="own files", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("saving", "loading"), [ddp.OTHER_SIZES, fsdp2.OTHER_SIZES, megatron.OTHER_SIZES, OF_OWN_FILES]
-)
+@pytest.mark.parametrize(("saving", "loading"), [ddp.OTHER_SIZES, fsdp2.OTHER_SIZES, megatron.OTHER_SIZES])
 def test_sums_of_residuals_survive_another_number_of_ranks(saving: Case, loading: Case, tmp_path: Path) -> None:
     saved = run_forks(saving.ranks, attached.residuals_by_parameter, saving, str(tmp_path), True)
     loaded = run_forks(loading.ranks, attached.residuals_by_parameter, loading, str(tmp_path), False)

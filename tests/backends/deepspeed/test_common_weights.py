@@ -10,7 +10,6 @@ import torch.distributed as dist
 from deepspeed.linear import LoRAConfig, OptimizedLinear
 from torch import nn
 
-from deepspeed_compress.backends.deepspeed import node_shards
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import digest_parameters
 from tests.support.forks import run_forks
@@ -109,20 +108,3 @@ def digest(rank: int, job: Job) -> tuple[str, str]:
 def test_a_digest_does_not_depend_on_padding() -> None:
     for one, other in run_forks(2, digest, Job(3, zero=OWN_DEFAULTS)):
         assert one == other
-
-
-def change_frozen(rank: int, job: Job) -> float:
-    """Return a frozen weight that the program sets to the rank, after steps in which nodes are compared."""
-    node_shards.CHECK_EVERY = 2
-    model = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 1).requires_grad_(False))
-    engine = make_engine(model, job.config(), list(model[0].parameters()))
-    with torch.no_grad():
-        model[1].bias.fill_(rank)
-    run(engine, data(rank, job))
-    return float(model[1].bias)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_frozen_weight_that_each_rank_sets_itself_stays(stage: int) -> None:
-    """DeepSpeed makes frozen weights equal when it makes an engine, and never again."""
-    assert run_forks(4, change_frozen, Job(stage, section=NODES)) == [0.0, 1.0, 2.0, 3.0]

@@ -17,10 +17,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed import node_shards
 from deepspeed_compress.backends.deepspeed.division import divide_call
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
-from deepspeed_compress.backends.deepspeed.weights.master_weights import find_master_weights
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
@@ -38,7 +36,6 @@ from tests.support.jobs import (
     train,
     weights,
 )
-from tests.support.messages import caught_warnings
 from tests.support.methods import BF16, FP16, FP32_SUMS
 from tests.support.resuming import resume, save_and_continue
 from tests.support.tensor_islands import AUTO_TP, start_tensor, take_steps
@@ -352,29 +349,6 @@ def test_each_host_saves_what_its_ranks_load(stage: int, tmp_path: Path) -> None
     found = run_forks(4, saved_on_hosts, Job(stage, section=INT4, extra=local), tmp_path)
     assert len(found[0]) == (4 if stage == 3 else 3)
     assert found == [found[0]] * 4
-
-
-def change_one_node(rank: int, job: Job) -> tuple[list[bool], dict[str, list[float]]]:
-    """Change a weight of the second node before step 3; return whether each step warned, and the weights at the end."""
-    # Set in the rank, because a fork does not see what the test has patched.
-    node_shards.CHECK_EVERY = 2
-    engine, warned = start(job), []
-    for step, batch in enumerate(data(rank, job)):
-        if step == 2 and rank >= 2:
-            with torch.no_grad():
-                find_master_weights(engine).slices[0].values.add_(1.0)
-        with caught_warnings() as texts:
-            run(engine, [batch])
-        warned.append(any("the nodes held different weights" in text for text in texts))
-    return warned, weights(engine)
-
-
-@SAMPLED
-@pytest.mark.parametrize("stage", [1, 3])
-def test_nodes_that_differ_are_reported_and_made_equal(stage: int) -> None:
-    found = run_forks(4, change_one_node, Job(stage, section=INT4, steps=6))
-    assert [warned for warned, _ in found] == [[False, False, True, False, False, False]] * 4
-    assert all(values == found[0][1] for _, values in found)
 
 
 def set_masters(rank: int, *jobs: Job) -> list[dict[str, list[float]]]:

@@ -14,7 +14,6 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
-from deepspeed_compress.backends.deepspeed.weights.copies import fingerprint
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import clear_non_finite, digest_parameters
 from tests.support.forks import RankError, run_forks
@@ -269,14 +268,15 @@ def of_bytes(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_fingerprint_depends_on_bits_and_their_positions(dtype: torch.dtype) -> None:
+def test_a_digest_depends_on_bits(dtype: torch.dtype) -> None:
+    def digest_of(values: torch.Tensor) -> str:
+        return digest_parameters([torch.nn.Parameter(values, requires_grad=False)])
+
     values = of_bytes(dtype, 100)
-    same = fingerprint(values).tolist()
-    assert fingerprint(values.clone().view(10, 10)).tolist() == same
-    assert fingerprint(torch.stack([values, values], 1)[:, 0]).tolist() == same
-    assert fingerprint(of_bytes(dtype, 100, seed=1)).tolist() != same
-    assert fingerprint(values[:0]).tolist() == [0, 0]
-    assert fingerprint(values[3]).tolist() == fingerprint(values[3:4]).tolist()
+    same = digest_of(values)
+    assert digest_of(torch.stack([values, values], 1)[:, 0]) == same
+    assert digest_of(of_bytes(dtype, 100, seed=1)) != same
+    assert digest_of(values[:0]) != same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
@@ -318,15 +318,6 @@ def test_islands_load_a_later_checkpoint_of_a_job_without_islands(tmp_path: Path
     found = run_forks(2, phase, job, str(tmp_path), 8, None)
     assert [step for step, _ in found] == [8] * 2
     assert found[0][1] == found[1][1]
-
-
-def test_a_fingerprint_distinguishes_orders_and_signed_zeros() -> None:
-    values = torch.arange(3 << 20, dtype=torch.float32)
-    swapped = values.clone()
-    swapped[[5, 2_000_000]] = swapped[[2_000_000, 5]]
-    assert fingerprint(values).tolist() != fingerprint(swapped).tolist()
-    assert fingerprint(torch.tensor([0.0])).tolist() != fingerprint(torch.tensor([-0.0])).tolist()
-    assert fingerprint(torch.tensor([torch.nan])).tolist() == fingerprint(torch.tensor([torch.nan])).tolist()
 
 
 def test_a_digest_distinguishes_dtypes() -> None:

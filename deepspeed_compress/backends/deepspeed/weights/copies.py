@@ -1,6 +1,6 @@
 """Weights that ranks of equal place in their islands or nodes must have in common: checks and copies."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +45,17 @@ def named_untrained(engine: Any, trained: Collection[str]) -> list[tuple[str, Pa
 
 
 def copy_weights(parameters: Sequence[Parameter], device: torch.device, peers: ProcessGroup) -> None:
-    """Copy the data of `parameters` of the first rank of `peers` to the ranks on which they differ. Collective.
+    """Copy the data of `parameters` of the first rank of `peers` to the others. Collective.
 
     All ranks of the job take part. Parameters that ranks need not have in common stay as they are.
     """
     common = [parameter for parameter in parameters if is_common(parameter)]
-    differ = copy_from_first([held_data(parameter) for parameter in common], device, peers)
+    copy_from_first([held_data(parameter) for parameter in common], device, peers)
     # ZeRO 3 also keeps whole copies of small (persistent) parameters, which must be gathered again.
-    changed = {parameter for parameter, different in zip(common, differ, strict=True) if different}
-    _gather_again([parameter for parameter in common if getattr(parameter, "ds_persist", False)], changed)
+    persistent: list[Any] = [parameter for parameter in common if getattr(parameter, "ds_persist", False)]
+    if persistent:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
 
 
 def is_common(parameter: Parameter) -> bool:
@@ -66,55 +68,19 @@ def is_common(parameter: Parameter) -> bool:
     return not hasattr(parameter, "ds_optim_param") and not is_moe_param(parameter)
 
 
-def copy_from_first(tensors: Sequence[Tensor], device: torch.device, peers: ProcessGroup) -> list[bool]:
-    """Overwrite those of `tensors` that differ between the ranks of `peers` with those of its first rank. Collective.
-
-    Returns:
-        For each tensor, True if it differed on any rank.
-    """
-    if not tensors or peers.size() == 1:
-        return [False] * len(tensors)
-    own = torch.stack([fingerprint(one) for one in tensors]).to(device)
-    every = [torch.empty_like(own) for _ in range(peers.size())]
-    dist.all_gather(every, own, group=peers)
-    differ: list[bool] = torch.stack([(one != every[0]).any(1) for one in every]).any(0).tolist()
-    for tensor, different in zip(tensors, differ, strict=True):
-        if different:
-            values = tensor.to(device, copy=True).contiguous()
-            # Gloo and NCCL do not support every dtype, but both support bytes.
-            dist.broadcast(_words(values, torch.uint8), dist.get_global_rank(peers, 0), group=peers)
-            tensor.copy_(values)
-    return differ
+def copy_from_first(tensors: Sequence[Tensor], device: torch.device, peers: ProcessGroup) -> None:
+    """Overwrite `tensors` with those of the first rank of `peers`. Collective."""
+    for tensor in tensors if peers.size() > 1 else ():
+        values = tensor.to(device, copy=True).contiguous()
+        # Gloo and NCCL do not support every dtype, but both support bytes.
+        dist.broadcast(bytes_of(values), dist.get_global_rank(peers, 0), group=peers)
+        tensor.copy_(values)
 
 
-def fingerprint(values: Tensor) -> Tensor:
-    """Return a fingerprint of the bytes of `values` and their order: int64, shape (2,).
-
-    Different values have different fingerprints, except for collisions that do not occur by accident. The fingerprint
-    is the same on every device. No arithmetic is done in the dtype of `values`.
-    """
-    found = torch.zeros(2, dtype=torch.int64, device=values.device)
-    words = _words(values.contiguous(), _INTEGERS.get(values.element_size(), torch.uint8))
-    for number, part in enumerate(torch.split(words, _PART)):
-        # Integer arithmetic wraps around the same way everywhere, and sums do not depend on the order.
-        places = torch.arange(len(part), device=part.device).add_(number * _PART + 1).mul_(_ODD)
-        part = part.to(torch.int64)
-        found += torch.stack([part.sum(), (part * places.bitwise_xor_(places >> 29)).sum()])
-    return found
-
-
-_INTEGERS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integer dtypes by the number of bytes per element."""
-_PART = 1 << 20
-"""Number of words summed at a time, which bounds the memory used."""
-_ODD = 0x9E3779B97F4A7C1
-"""Factor between the weights of neighboring words."""
-
-
-def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a flat view of the bytes of `values`, which are contiguous, as integers of `dtype`."""
+def bytes_of(values: Tensor) -> Tensor:
+    """Return a flat view of the bytes of `values`, which are contiguous."""
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat.view(dtype) if flat.numel() else flat.new_empty(0, dtype=dtype)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def held_data(parameter: Any) -> Tensor:
@@ -125,13 +91,3 @@ def held_data(parameter: Any) -> Tensor:
         return held
     begin = part.ds_numel * parameter.ds_process_group.rank()
     return held.view(-1)[: max(0, parameter.ds_numel - begin)]
-
-
-def _gather_again(persistent: Sequence[Any], changed: Collection[Parameter]) -> None:
-    """Gather the parameters `persistent` again if any rank of the job has `changed` its part of one of them.
-
-    Ranks compare their own parts, so they may disagree about which ones have changed.
-    """
-    if persistent and any(gather_objects(any(parameter in changed for parameter in persistent))):
-        persistent[0].partition(persistent)
-        persistent[0].all_gather(persistent)

@@ -18,9 +18,8 @@ from deepspeed_compress.backends.announce import tell
 from deepspeed_compress.backends.megatron.activations.experts import EXPERTS, attach_experts, find_dispatchers
 from deepspeed_compress.backends.megatron.activations.experts import PARAMETERS as EXCHANGE_PARAMETERS
 from deepspeed_compress.backends.megatron.activations.pipeline import METHOD, PARAMETERS, STARTS, Stages
-from deepspeed_compress.backends.megatron.activations.tensor import TENSOR, attach_tensor, find_inner, find_summed
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.config import SECTION, Activations, TensorActivations
+from deepspeed_compress.config import SECTION, Activations
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
@@ -33,9 +32,8 @@ def attach_activations(
     Returns:
         What has to be called before each step of the optimizer.
     """
-    tensor, pipeline, experts = activations.tensor, activations.pipeline, activations.experts
-    compiled = [] if tensor is None else attach_tensor(chunks, tensor, run, patches)
-    compiled += [] if experts is None else attach_experts(chunks, experts, run.meter, patches)
+    pipeline, experts = activations.pipeline, activations.experts
+    compiled = [] if experts is None else attach_experts(chunks, experts, run.meter, patches)
     if pipeline is None:
         return compiled
     stages = Stages(chunks[0], pipeline.bits, run)
@@ -50,7 +48,7 @@ def measure_activations(chunks: Sequence[Any], activations: Activations, session
     """
     first = chunks[0]
     parameter = next(first.parameters())
-    groups: dict[Kind, ProcessGroup] = {"tensor": first.tp_group, "pipeline": first.pp_group}
+    groups: dict[Kind, ProcessGroup] = {"pipeline": first.pp_group}
     for dispatcher in find_dispatchers(chunks):
         groups["experts"] = dispatcher.ep_group
     measured = measure_kinds(activations, groups, parameter.dtype, parameter.device)
@@ -83,7 +81,10 @@ def find_activation_limits(chunks: Sequence[Any], activations: Activations | Non
     if activations is None:
         return
     if activations.tensor is not None:
-        yield from _limits_of_tensor(chunks, activations.tensor)
+        yield (
+            f"{_PLACE}/tensor works only with DeepSpeed: layers of Transformer Engine, which most models of Megatron "
+            "have, sum by themselves; remove the key"
+        )
     if activations.pipeline is not None:
         yield from _limits_of_pipeline(chunks[0])
     if activations.experts is not None:
@@ -93,39 +94,6 @@ def find_activation_limits(chunks: Sequence[Any], activations: Activations | Non
             f"{_PLACE}/sequence works only with DeepSpeed: it compresses Ulysses' all-to-alls, and Megatron's context "
             "parallelism exchanges by other means; remove the key"
         )
-
-
-def _limits_of_tensor(chunks: Sequence[Any], settings: TensorActivations) -> Iterator[str]:
-    if settings.bits is None:
-        yield f'{TENSOR}: {{}} has no effect, because every input of a layer of Megatron has one sum; write "bits": 8'
-    if not settings.merge:
-        yield f"{TENSOR}/merge: false has no effect, because Megatron's layers have nothing to merge; remove the key"
-    if chunks[0].tp_group.size() == 1:
-        yield f"{TENSOR} has no effect, because no ranks share layers (tensor_model_parallel_size 1); remove the key"
-    else:
-        yield from _limits_of_layers(chunks)
-
-
-def _limits_of_layers(chunks: Sequence[Any]) -> Iterator[str]:
-    """Yield what is wrong with layers that ranks share."""
-    modules = [module for chunk in chunks for module in find_inner(chunk)]
-    if any("transformer_engine" in type(module).__module__ for module in modules):
-        yield (
-            f"{TENSOR}: layers of Transformer Engine sum by themselves; make the model with get_gpt_layer_local_spec, "
-            "or remove the key"
-        )
-    elif not any(map(find_summed, chunks)) and not _is_without_layers(chunks[0], modules):
-        yield (
-            f"{TENSOR} has no effect, because no transformer layer has a ColumnParallelLinear or RowParallelLinear "
-            "that sums; remove the key"
-        )
-    if any(map(is_compiled, modules)):
-        yield compiled_problem(TENSOR, "sums", "do not compile layers")
-
-
-def _is_without_layers(chunk: Any, modules: Sequence[Any]) -> bool:
-    """Return True if this stage of several has no transformer layer, such as one for the embedding alone."""
-    return not modules and bool(chunk.pp_group.size() > 1)
 
 
 def _limits_of_experts(chunks: Sequence[Any]) -> Iterator[str]:

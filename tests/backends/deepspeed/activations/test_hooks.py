@@ -191,13 +191,6 @@ def test_backward_through_only_one_layer() -> None:
     assert torch.allclose(x.grad, 2 * expected.grad)  # type: ignore[arg-type, operator]
 
 
-def test_a_frozen_layer_passes_its_gradient_on() -> None:
-    one = Shared()
-    one.model.k.requires_grad_(False)
-    assert torch.allclose(gradient(one.model, hidden()), 2 * gradient(plain(one), hidden()))
-    assert one.model.k.weight.grad is None
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_a_layer_leaves_nothing_behind(error: type[BaseException]) -> None:
     one = Shared()
@@ -439,28 +432,3 @@ def test_detaching_from_a_row_restores_it() -> None:
     assert row.layer.bias is not None
     assert not row.model._forward_hooks
     assert not row.layer._forward_hooks
-
-
-def test_layers_without_gradients_are_unchanged() -> None:
-    one = Shared()
-    with torch.no_grad():
-        one.model(hidden())
-    one.model(hidden().detach())
-    assert [layer.summed_itself for layer in one.layers] == [2, 2, 2]
-    assert one.total.calls == 0
-
-
-def test_an_evaluation_is_left_to_deepspeed() -> None:
-    row = Row()
-    row.model(hidden())
-    with torch.no_grad():
-        row.model(hidden())
-        row.layer(hidden())
-    assert (row.total.calls, row.layer.summed_itself) == (1, 2)
-
-
-def test_a_copy_of_a_row_sums_by_itself() -> None:
-    row = Row()
-    other = copy.deepcopy(row.model)
-    other(hidden())
-    assert (row.total.calls, other.layer.summed_itself) == (0, 1)
