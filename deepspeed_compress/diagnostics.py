@@ -141,8 +141,6 @@ class Diagnostic:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Figures that show the problem, by name."""
     severity: Severity = "error"
-    meant: str | int | None = None
-    """Key (if `place` is one) or value that was probably meant."""
     weight: float = 1.0
     """Share of a step, of the bytes or of the memory that is affected, up to 1.
 

@@ -129,7 +129,10 @@ def uneven_nodes(configuration: Configuration) -> Iterator[Diagnostic]:
     hierarchy = gradients.hierarchy if isinstance(gradients, LayeredGradients) else None
     size = 1 if hierarchy is None else hierarchy.ranks_per_node
     if world_size is not None and size > 1 and (world_size % size or world_size < 2 * size):
-        what = f"{size} does not divide {world_size} ranks into at least two nodes (allowed: ranks of each node)"
+        what = (
+            f"{size} does not divide {world_size} ranks into at least two nodes (allowed: the number of ranks that the "
+            "launcher starts on each of several nodes)"
+        )
         yield problem(("gradients", "hierarchy", "ranks_per_node"), what, 'that number, or "hierarchy": null')
 
 

@@ -40,7 +40,9 @@ def schedule(configuration: Configuration) -> Iterator[Diagnostic]:
     for path, patch in patch_places(section, "gradients"):
         yield from _fixed_keys(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
-            what = f'{show(patch)} cannot start: gradients.method "none" leaves reduction to DeepSpeed'
+            what = (
+                f'{show(patch)} cannot start compression, because gradients.method "none" leaves reduction to DeepSpeed'
+            )
             instead = 'the method in gradients, and {"method": "none"} in phases or stages without compression'
             yield problem(path, f"{what} (allowed: a method in gradients)", instead)
 

@@ -75,6 +75,7 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
         gradient_problems.feedback,
         gradient_problems.overrides,
         policy_problems.idle_policy,
+        service_problems.idle_weights,
         service_problems.idle_rollout,
     ),
 }

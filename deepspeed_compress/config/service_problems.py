@@ -30,7 +30,8 @@ def islands_within_section(configuration: Configuration) -> Iterator[Diagnostic]
     pipeline = configuration.parallelism.pipeline
     if pipeline > 1 and islands.elastic is None:
         what = (
-            f"{pipeline} is not available inside islands of one job: DeepSpeed distributes stages over it (allowed: 1)"
+            f"{pipeline} is not available inside islands of one job, because DeepSpeed distributes stages over all "
+            "ranks of the job (allowed: 1)"
         )
         yield problem(("parallelism", "pipeline"), what, '1, or islands with "elastic"')
 
@@ -192,6 +193,15 @@ def rollout(configuration: Configuration) -> Iterator[Diagnostic]:
     for other, applies in _AGAINST_ROLLOUT:
         if applies(configuration):
             yield problem(("rollout",), f"cannot be combined with {other} (allowed: null)", "one of the two")
+
+
+def idle_weights(configuration: Configuration) -> Iterator[Diagnostic]:
+    """Find compressed weights that checkpoints in memory make exact in every step."""
+    section = configuration.section
+    memory = section.checkpointing and section.checkpointing.memory
+    if memory and memory.every == 1 and section.weights.method != "none":
+        what = "1 gathers exact weights in every step, so compressing them has no effect (useful: 10 or more)"
+        yield notice(("checkpointing", "memory", "every"), what, '10, or "weights": {"method": "none"}')
 
 
 def idle_rollout(configuration: Configuration) -> Iterator[Diagnostic]:

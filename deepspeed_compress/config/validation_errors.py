@@ -53,7 +53,7 @@ def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic
     because = f", {reason}" if reason else ""
     allowed = "" if "(allowed: " in because else f" (allowed: {describe(node)})"
     what = f"{show(detail['input'])} is not accepted{because}{allowed}"
-    return replace(problem(path, what, _instead(node, detail["input"])), meant=_nearest(node, detail["input"]))
+    return problem(path, what, _instead(node, detail["input"]))
 
 
 def _instead(node: dict[str, Any], value: object) -> str:
@@ -90,7 +90,7 @@ def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnost
     if not close:
         return problem(path, what, "nothing: remove the key")
     found = problem(path, what, f'"{close[0]}", if you meant that')
-    return replace(found, place=at_key(SECTION, *path), meant=close[0])
+    return replace(found, place=at_key(SECTION, *path))
 
 
 def _missing_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:

@@ -346,10 +346,6 @@ def test_no_two_messages_share_random_numbers() -> None:
     partition = interleaved(3)
 
     class Recording(Blockwise):
-        def compress(self, x: Tensor, out: Tensor, key: int) -> None:
-            keys.append(key)
-            super().compress(x, out, key)
-
         def compress_all(
             self, x: Tensor, at: int, out: Tensor, table: MessageTable, drawn: Keys, residual: ResidualBuffers | None
         ) -> None:

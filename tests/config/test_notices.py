@@ -22,6 +22,11 @@ def overridden(**override: object) -> dict:
             "rollout/bits",
             "8 has no effect with dtype bf16",
         ),
+        (
+            {"checkpointing": {"directory": "checkpoints", "memory": {"every": 1}}, "weights": {"bits": 4}},
+            "checkpointing/memory/every",
+            "1 gathers exact weights in every step",
+        ),
         *(
             ({"gradients": {"method": method, "error_feedback": None}}, "gradients/error_feedback", f'"{method}" loses')
             for method in ("sign", "topk", "block_topk", "randomk", "powersgd")

@@ -23,7 +23,7 @@ RANKS = 4
 CASES = [*((stage, ISLANDS) for stage in (0, 1, 2, 3)), *((stage, NODES) for stage in (1, 2, 3))]
 
 
-def beside(rank: int, plain: Job, divided: Job, detached: bool) -> list[Any]:
+def beside(rank: int, plain: Job, divided: Job) -> list[Any]:
     """Train plain engines in turns with an engine that divides the ranks.
 
     Returns:
@@ -31,8 +31,6 @@ def beside(rank: int, plain: Job, divided: Job, detached: bool) -> list[Any]:
     """
     batches = data(rank, plain)
     first, other = start(plain), start(divided)
-    if detached:
-        deepspeed_compress.detach(other)
     second = start(plain)
     for batch in batches:
         for engine in (other, first, second):
@@ -48,14 +46,7 @@ def beside(rank: int, plain: Job, divided: Job, detached: bool) -> list[Any]:
 def test_engines_without_the_section_average_over_all_ranks(stage: int, section: Mapping[str, Any]) -> None:
     plain = Job(stage)
     expected = [outcome.parameters for outcome in run_forks(RANKS, train, plain)[0]]
-    for found in run_forks(RANKS, beside, plain, Job(stage, section), False):
-        assert found == expected * 3
-
-
-def test_engines_next_to_a_detached_one_average_over_all_ranks() -> None:
-    plain = Job(1)
-    expected = [outcome.parameters for outcome in run_forks(RANKS, train, plain)[0]]
-    for found in run_forks(RANKS, beside, plain, Job(1, ISLANDS), True):
+    for found in run_forks(RANKS, beside, plain, Job(stage, section)):
         assert found == expected * 3
 
 
