@@ -65,7 +65,7 @@ class Statistic(Figures):
     settings: str | None = None
 
 
-class Happening(_Line):
+class EventLine(_Line):
     """Line of events.jsonl."""
 
     kind: str
@@ -296,7 +296,7 @@ def read_metrics(directory: Path) -> Lines:
 def _all_events(directory: Path) -> list[Line]:
     """Return the events of all islands, those of the first island first. Each other island has its own file."""
     files = [directory / EVENTS, *sorted(directory.glob(f"island_*/{EVENTS}"))]
-    return [line for file in files for line in read_lines(file, Happening)]
+    return [line for file in files for line in read_lines(file, EventLine)]
 
 
 def _replaces_step(line: Line, kept: Sequence[Line]) -> bool:

@@ -62,6 +62,7 @@ def test_one_message_is_shared_with_all(on_gpu: bool, monkeypatch: pytest.Monkey
         parts = torch.split(messages, sizes)
         parts[rank].fill_(9 + rank)
         if on_gpu:
+            # It has of a group only what the transport calls.
             exchange._all_gather_split(Link(_Gathering(group)), messages, parts).finish()  # type: ignore[arg-type]
         else:
             Link(group).all_gather_split(messages, sizes, 3).finish()

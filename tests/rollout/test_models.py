@@ -44,7 +44,8 @@ def test_every_number_of_16_bits_arrives(is_wide: bool, dtype: torch.dtype, tmp_
         trained.values.data.copy_(values)
         publisher.publish()
         assert receiver.update()
-        assert torch.equal(receiver._module.values.view(torch.uint8), values.to(wide).view(torch.uint8))  # type: ignore[operator,union-attr]
+        held = receiver._module.get_parameter("values")
+        assert torch.equal(held.view(torch.uint8), values.to(wide).view(torch.uint8))
 
 
 def test_shapes_without_a_dimension_and_without_order_arrive(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from deepspeed_compress.local_sgd.coordinator.messages import Join, Message
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
 
 _LONGEST = 1000
-"""Most characters of names and values in a reason."""
+"""Maximum number of characters of names and values in a reason."""
 
 
 class KnownIslands:
@@ -241,7 +241,7 @@ class Membership:
 
 
 def too_few(minimum: int, count: int) -> str:
-    """Return the reason that only `count` islands are connected or have loaded a checkpoint."""
+    """Return the reason for waiting if only `count` islands are connected, or have loaded a checkpoint."""
     return f"at least {minimum} islands are needed (minimum), and there are {count}"
 
 
