@@ -31,11 +31,11 @@ from deepspeed_compress.session.reporting import ByteReport, Sizes
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 
 SEAMS = (
-    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",)),
-    Seam("deepspeed.runtime.engine:DeepSpeedEngine.destroy", ("self",)),
-    Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", ("self", "data_iter")),
-    Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),
-    Seam(_BACKEND + "inference_all_reduce", ("self", "tensor", "op", "group")),
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", "self"),
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine.destroy", "self"),
+    Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", "self data_iter"),
+    Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", "self"),
+    Seam(_BACKEND + "inference_all_reduce", "self tensor op group"),
     *(Seam(_BACKEND + name) for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "send", "isend")),
 )
 

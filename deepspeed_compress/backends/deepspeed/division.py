@@ -34,8 +34,8 @@ from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedE
 from deepspeed_compress.session.patches import Patches, replaced
 
 SEAMS = (
-    Seam("deepspeed.utils.groups:_init_tp_mesh_device", ("tensor_model_parallel_size", "data_parallel_size")),
-    Seam("deepspeed.utils.groups:get_tensor_model_parallel_group", ()),
+    Seam("deepspeed.utils.groups:_init_tp_mesh_device", "tensor_model_parallel_size data_parallel_size"),
+    Seam("deepspeed.utils.groups:get_tensor_model_parallel_group", ""),
 )
 
 _ISLANDS, _NODES = IslandUnit.pointer, NodeUnit.pointer

@@ -34,7 +34,7 @@ from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.session.patches import Patches
 
 SEAMS = (
-    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow", ("self", "partition_gradients")),
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow", "self partition_gradients"),
     Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.has_overflow"),
 )
 """DeepSpeed functions replaced here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""

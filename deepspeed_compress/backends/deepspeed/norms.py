@@ -23,11 +23,11 @@ from deepspeed_compress.backends.deepspeed.units import deciding_group
 from deepspeed_compress.session.patches import replaced
 
 SEAMS = (
-    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", ("self", "norm_type")),
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", "self norm_type"),
     Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups"),
-    Seam("deepspeed.runtime.engine:clip_grad_norm_", ("parameters", "max_norm", "norm_type", "mpu")),
-    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale", ("self", "has_overflow")),
-    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale", ("self", "has_overflow")),
+    Seam("deepspeed.runtime.engine:clip_grad_norm_", "parameters max_norm norm_type mpu"),
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale", "self has_overflow"),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale", "self has_overflow"),
 )
 
 Judge = Callable[[Any], bool]

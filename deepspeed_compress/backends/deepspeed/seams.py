@@ -23,14 +23,14 @@ class Seam:
 
     Attributes:
         target: "module:Class.method" or "module:function".
-        parameters: the names of its parameters, in order; None if decorators hide them, depending on the versions of
-            DeepSpeed and PyTorch, so that only its presence can be checked.
+        parameters: the names of its parameters, in order, with spaces between them; None if decorators hide them,
+            depending on the versions of DeepSpeed and PyTorch, so that only its presence can be checked.
         since: first version of DeepSpeed with this form; None if all supported versions before `until` have it.
         until: first version of DeepSpeed without this form; None if the newest supported version has it.
     """
 
     target: str
-    parameters: tuple[str, ...] | None = None
+    parameters: str | None = None
     since: str | None = None
     until: str | None = None
 
@@ -44,73 +44,51 @@ class Seam:
 _Z12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 _Z3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
-_LOAD_MODULE = ("self", "checkpoint", "strict", "custom_load_fn", "fetch_z3_params")
+_LOAD_MODULE = "self checkpoint strict custom_load_fn fetch_z3_params"
 
 STEP = (
-    Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs", "block_eigenvalue"), until="0.19.8"),
-    Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs"), since="0.19.8"),
-    Seam(
-        _ENGINE + "save_checkpoint",
-        ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
-    ),
+    Seam(_ENGINE + "_take_model_step", "self lr_kwargs block_eigenvalue", until="0.19.8"),
+    Seam(_ENGINE + "_take_model_step", "self lr_kwargs", since="0.19.8"),
+    Seam(_ENGINE + "save_checkpoint", "self save_dir tag client_state save_latest exclude_frozen_parameters"),
     Seam(
         _ENGINE + "load_checkpoint",
-        (
-            "self",
-            "load_dir",
-            "tag",
-            "load_module_strict",
-            "load_optimizer_states",
-            "load_lr_scheduler_states",
-            "load_module_only",
-            "custom_load_fn",
-        ),
+        "self load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only "
+        "custom_load_fn",
     ),
-    Seam(_ENGINE + "_load_zero_checkpoint", ("self", "load_dir", "tag", "load_optimizer_states")),
-    Seam(_ENGINE + "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
-    Seam(_ENGINE + "_get_ckpt_name", ("self", "checkpoints_path", "tag", "mp_placeholder", "pp_placeholder")),
-    Seam(
-        _ENGINE + "_get_mp_rank_zero_checkpoint_names",
-        ("self", "load_dir", "tag", "mp_rank", "dp_world_size", "bf16_mode"),
-    ),
+    Seam(_ENGINE + "_load_zero_checkpoint", "self load_dir tag load_optimizer_states"),
+    Seam(_ENGINE + "_get_all_ckpt_names", "self checkpoints_path tag"),
+    Seam(_ENGINE + "_get_ckpt_name", "self checkpoints_path tag mp_placeholder pp_placeholder"),
+    Seam(_ENGINE + "_get_mp_rank_zero_checkpoint_names", "self load_dir tag mp_rank dp_world_size bf16_mode"),
     Seam(_ENGINE + "load_module_state_dict", _LOAD_MODULE, until="0.19.3"),
     Seam(
         _ENGINE + "load_module_state_dict",
-        (*_LOAD_MODULE, "z3_params_to_fetch", "allowed_missing_keys"),
+        _LOAD_MODULE + " z3_params_to_fetch allowed_missing_keys",
         since="0.19.3",
     ),
-    Seam(_ENGINE + "_copy_recovery_script", ("self", "save_path")),
+    Seam(_ENGINE + "_copy_recovery_script", "self save_path"),
 )
 ZERO_0 = (
-    Seam(_ENGINE + "allreduce_bucket", ("self", "bucket", "dp_group", "dp_world_size")),
-    Seam(_ENGINE + "allreduce_and_copy", ("self", "small_bucket", "dp_group", "dp_world_size")),
+    Seam(_ENGINE + "allreduce_bucket", "self bucket dp_group dp_world_size"),
+    Seam(_ENGINE + "allreduce_and_copy", "self small_bucket dp_group dp_world_size"),
 )
 ZERO_12 = (
-    Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
-    Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
-    Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype"), since="0.18.5"),
-    Seam(_Z12 + "reduce_gradients", ("self", "pipeline_parallel")),
-    Seam(_Z12 + "get_gradient_for_reduction", ("self", "param")),
-    Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx"), since="0.19.8"),
-    Seam(_Z12 + "_apply_muon_updates_cpu_offload", ("self",), since="0.19.8"),
+    Seam(_Z12 + "average_tensor", "self tensor communication_data_type"),
+    Seam(_Z12 + "gradient_reduction_w_predivide", "self tensor communication_data_type"),
+    Seam(_Z12 + "reduce_ipg_grads", "self comm_dtype", since="0.18.5"),
+    Seam(_Z12 + "reduce_gradients", "self pipeline_parallel"),
+    Seam(_Z12 + "get_gradient_for_reduction", "self param"),
+    Seam(_Z12 + "_use_compact_grad_partition_buffer", "self group_idx", since="0.19.8"),
+    Seam(_Z12 + "_apply_muon_updates_cpu_offload", "self", since="0.19.8"),
 )
 OWNERSHIP = (
-    Seam(_ENGINE + "_configure_zero_optimizer", ("self", "optimizer")),
-    Seam(_ENGINE + "_get_zero_param_shapes", ("self",)),
-    Seam(_ENGINE + "_save_zero_checkpoint", ("self", "save_path", "tag")),
-    Seam(_ENGINE + "_load_zero_checkpoint", ("self", "load_dir", "tag", "load_optimizer_states")),
-    Seam(_Z12 + "state_dict", ("self",)),
+    Seam(_ENGINE + "_configure_zero_optimizer", "self optimizer"),
+    Seam(_ENGINE + "_get_zero_param_shapes", "self"),
+    Seam(_ENGINE + "_save_zero_checkpoint", "self save_path tag"),
+    Seam(_ENGINE + "_load_zero_checkpoint", "self load_dir tag load_optimizer_states"),
+    Seam(_Z12 + "state_dict", "self"),
     Seam(
         _Z12 + "load_state_dict",
-        (
-            "self",
-            "state_dict_list",
-            "load_optimizer_states",
-            "load_from_fp32_weights",
-            "checkpoint_folder",
-            "load_serial",
-            "param_shapes",
-        ),
+        "self state_dict_list load_optimizer_states load_from_fp32_weights checkpoint_folder load_serial param_shapes",
     ),
 )
 ZERO_3 = (
@@ -118,27 +96,21 @@ ZERO_3 = (
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"),
     Seam(_Z3 + "independent_gradient_partition_epilogue"),
     Seam(_Z3 + "partition_grads"),
-    Seam(_Z3 + "_apply_muon_to_accumulated_grads", ("self",), since="0.19.8"),
+    Seam(_Z3 + "_apply_muon_to_accumulated_grads", "self", since="0.19.8"),
 )
 
-_GATHER = (
-    "groups_flat",
-    "partitioned_param_groups",
-    "dp_process_group",
-    "start_alignment_factor",
-    "allgather_bucket_size",
-)
+_GATHER = "groups_flat partitioned_param_groups dp_process_group start_alignment_factor allgather_bucket_size"
 WEIGHTS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups", _GATHER),
     Seam("deepspeed.runtime.bf16_optimizer:all_gather_dp_groups", _GATHER),
-    Seam(_Z12 + "step", ("self", "closure")),
-    Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.step", ("self", "closure")),
-    Seam(_ENGINE + "save_16bit_model", ("self", "save_dir", "save_filename", "exclude_frozen_parameters")),
+    Seam(_Z12 + "step", "self closure"),
+    Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.step", "self closure"),
+    Seam(_ENGINE + "save_16bit_model", "self save_dir save_filename exclude_frozen_parameters"),
 )
 
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
 WEIGHTS_3 = (
-    Seam("deepspeed.runtime.zero.partition_parameters:_dist_allgather_fn", ("input_tensor", "output_tensor", "group")),
+    Seam("deepspeed.runtime.zero.partition_parameters:_dist_allgather_fn", "input_tensor output_tensor group"),
     Seam(_COORDINATOR + "fetch_sub_module"),
 )
 
@@ -169,21 +141,18 @@ def check_seams(seams: Sequence[Seam], found: str) -> None:
     for seam in (seam for seam in seams if seam.is_in(found)):
         present = _parameters(seam.target)
         if present is None or seam.parameters not in (None, present):
-            what = "is missing" if present is None else f"takes {present}, not {seam.parameters}"
+            what = "is missing" if present is None else f"takes ({present}), not ({seam.parameters})"
             raise SeamError(f"{seam.target} {what} in DeepSpeed {found}; supported: {_supported()}")
 
 
-def _parameters(target: str) -> tuple[str, ...] | None:
+def _parameters(target: str) -> str | None:
     module, _, path = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
+        return _names(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
     except (ImportError, AttributeError):
         return None
-    return _names(found)
 
 
 @functools.cache
-def _names(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def _names(function: Any) -> str:
+    return " ".join(inspect.signature(function).parameters)

@@ -167,15 +167,14 @@ def test_a_torch_that_is_too_old_is_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.7.0", "2.7.0a0+7c8ec84", "2.13.0+cpu", "3.0"])
 def test_torch_from_the_oldest_on_is_accepted(version: str) -> None:
     check_torch(version)
-    seams.check_seams(seams.STEP + seams.ZERO_0 + seams.ZERO_12 + seams.ZERO_3, deepspeed.__version__)
 
 
 @pytest.mark.parametrize(
     ("seam", "problem"),
     [
-        (seams.Seam("deepspeed.runtime.engine:DeepSpeedEngine.no_such_method", ("self",)), "is missing"),
-        (seams.Seam("deepspeed.no_such_module:Engine.step", ("self",)), "is missing"),
-        (seams.Seam("deepspeed.runtime.engine:DeepSpeedEngine.allreduce_bucket", ("self", "tensor")), "takes"),
+        (seams.Seam("deepspeed.runtime.engine:DeepSpeedEngine.no_such_method", "self"), "is missing"),
+        (seams.Seam("deepspeed.no_such_module:Engine.step", "self"), "is missing"),
+        (seams.Seam("deepspeed.runtime.engine:DeepSpeedEngine.allreduce_bucket", "self tensor"), "takes"),
     ],
 )
 def test_seam_that_has_changed(seam, problem):
@@ -288,3 +287,4 @@ def test_override_that_matches_nothing_warns():
 
 def test_every_seam_exists_in_the_installed_version():
     seams.check_version(deepspeed.__version__)
+    seams.check_seams(seams.STEP + seams.ZERO_0 + seams.ZERO_12 + seams.ZERO_3, deepspeed.__version__)

@@ -31,12 +31,12 @@ def installed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 @pytest.mark.parametrize(
     ("seam", "version", "expected"),
     [
-        (Seam("m:f", ()), "0.18.0", True),
-        (Seam("m:f", (), since="0.19.3"), "0.19.2", False),
-        (Seam("m:f", (), since="0.19.3"), "0.19.3+cu126", True),
-        (Seam("m:f", (), until="0.19.3"), "0.19.3rc1", False),
-        (Seam("m:f", (), until="0.19.3"), "0.19.2", True),
-        (Seam("m:f", (), since="0.18.3", until="0.19.3"), "0.18.2", False),
+        (Seam("m:f", ""), "0.18.0", True),
+        (Seam("m:f", "", since="0.19.3"), "0.19.2", False),
+        (Seam("m:f", "", since="0.19.3"), "0.19.3+cu126", True),
+        (Seam("m:f", "", until="0.19.3"), "0.19.3rc1", False),
+        (Seam("m:f", "", until="0.19.3"), "0.19.2", True),
+        (Seam("m:f", "", since="0.18.3", until="0.19.3"), "0.18.2", False),
     ],
 )
 def test_a_form_is_in_its_range_of_versions(seam: Seam, version: str, expected: bool) -> None:
@@ -51,7 +51,7 @@ def test_a_version_has_at_most_one_form_of_a_function(version: str) -> None:
 
 
 def test_only_the_form_of_the_installed_version_is_checked() -> None:
-    seams.check_seams([Seam("deepspeed.nowhere:gone", (), until="0.19.0")], deepspeed.__version__)
+    seams.check_seams([Seam("deepspeed.nowhere:gone", "", until="0.19.0")], deepspeed.__version__)
 
 
 @pytest.mark.parametrize("installed", ["0.19.7"], indirect=True)

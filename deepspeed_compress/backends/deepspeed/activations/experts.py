@@ -23,10 +23,10 @@ from deepspeed_compress.session.patches import Patches, replaced
 
 _AUTO_EP = "deepspeed.module_inject.auto_ep_layer:"
 SEAMS = (
-    Seam("deepspeed.moe.sharded_moe:MOELayer.forward", ("self", "input", "kwargs")),
-    Seam("deepspeed.moe.sharded_moe:_AllToAll.forward", ("ctx", "group", "input")),
-    Seam(_AUTO_EP + "AutoEPMoELayer.forward", ("self", "hidden_states"), since="0.19.2"),
-    Seam(_AUTO_EP + "_AllToAllV.forward", ("ctx", "group", "x", "input_splits", "output_splits"), since="0.19.2"),
+    Seam("deepspeed.moe.sharded_moe:MOELayer.forward", "self input kwargs"),
+    Seam("deepspeed.moe.sharded_moe:_AllToAll.forward", "ctx group input"),
+    Seam(_AUTO_EP + "AutoEPMoELayer.forward", "self hidden_states", since="0.19.2"),
+    Seam(_AUTO_EP + "_AllToAllV.forward", "ctx group x input_splits output_splits", since="0.19.2"),
 )
 
 _Legs = tuple[Leg | None, Leg | None]

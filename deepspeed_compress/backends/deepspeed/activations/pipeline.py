@@ -33,13 +33,13 @@ from deepspeed_compress.session.patches import Patches, replaced
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 SEAMS = (
-    *(Seam(f"{_ENGINE}_exec_{way}", ("self", "buffer_id")) for way in ("send_activations", "send_grads")),
-    *(Seam(f"{_ENGINE}_exec_{way}", ("self", "buffer_id")) for way in ("recv_activations", "recv_grads")),
-    *(Seam(f"{_ENGINE}_exec_{way}_pass", ("self", "buffer_id")) for way in ("forward", "backward")),
-    Seam(f"{_ENGINE}_exec_reduce_tied_grads", ("self",)),
-    Seam("deepspeed.runtime.utils:PartitionedTensor.full", ("self", "device")),
-    Seam("deepspeed.runtime.pipe.p2p:send", ("tensor", "dest_stage", "async_op")),
-    Seam("deepspeed.runtime.pipe.p2p:recv", ("tensor", "src_stage", "async_op")),
+    *(Seam(f"{_ENGINE}_exec_{way}", "self buffer_id") for way in ("send_activations", "send_grads")),
+    *(Seam(f"{_ENGINE}_exec_{way}", "self buffer_id") for way in ("recv_activations", "recv_grads")),
+    *(Seam(f"{_ENGINE}_exec_{way}_pass", "self buffer_id") for way in ("forward", "backward")),
+    Seam(f"{_ENGINE}_exec_reduce_tied_grads", "self"),
+    Seam("deepspeed.runtime.utils:PartitionedTensor.full", "self device"),
+    Seam("deepspeed.runtime.pipe.p2p:send", "tensor dest_stage async_op"),
+    Seam("deepspeed.runtime.pipe.p2p:recv", "tensor src_stage async_op"),
 )
 
 _Transfer = Callable[[Tensor, int], Any]

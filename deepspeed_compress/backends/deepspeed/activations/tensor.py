@@ -31,8 +31,8 @@ from deepspeed_compress.session.patches import Patches
 
 _LAYERS = "deepspeed.module_inject.layers:"
 SEAMS = (
-    Seam(_LAYERS + "LinearLayer.forward", ("self", "input")),
-    Seam(_LAYERS + "LinearAllreduce.forward", ("self", "input")),
+    Seam(_LAYERS + "LinearLayer.forward", "self input"),
+    Seam(_LAYERS + "LinearAllreduce.forward", "self input"),
 )
 
 

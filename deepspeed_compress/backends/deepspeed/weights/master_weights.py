@@ -20,8 +20,8 @@ from deepspeed_compress.compression.segments import PADDING, Segment
 from deepspeed_compress.errors import UnsupportedError
 
 SEAMS = (
-    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", ("self",)),
-    Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params", ("self",)),
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", "self"),
+    Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params", "self"),
     Seam(
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters",
     ),
