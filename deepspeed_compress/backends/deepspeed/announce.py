@@ -1,16 +1,15 @@
 """Startup announcement: one line with the settings and the bytes to be sent, and warnings about the engine."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
-from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.announce import gradient_texts, joined, tell, weight_text
-from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
+from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, has_optimizer
 from deepspeed_compress.backends.deepspeed.groups import expert_names, reduction_group
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import rounded_parameters
@@ -26,18 +25,26 @@ from deepspeed_compress.monitor import ring_all_gather, ring_all_reduce, ring_re
 from deepspeed_compress.session.session import Session
 
 
-def announce(engine: Any, session: Session, parameters: Parameters, kind: str, measured: Sequence[object] = ()) -> None:
+def announce(engine: Any, session: Session, parameters: Parameters, measured: Sequence[object]) -> None:
     """Write the announcement to standard error, on rank 0, unless `monitor.announce` is false.
+
+    It has the settings, the excluded parameters, and the megabytes that rank 0 sends per step with and without
+    compression.
 
     Args:
         engine: the engine.
         session: its session.
         parameters: its parameters.
-        kind: the result of `engine_kind`.
         measured: what was measured at the start, as texts.
     """
-    if engine.global_rank == 0 and session.config.monitor.announce:
-        tell(partial(announcement, engine, session, parameters, kind, measured))
+    if engine.global_rank != 0 or not session.config.monitor.announce:
+        return
+    where, members, nodes = f"ZeRO {engine.zero_optimization_stage()}", "data-parallel ranks", node_unit(engine)
+    figures = partial(_figures, engine, session, parameters)
+    if nodes is not None:
+        where += f" within nodes of {nodes.get_data_parallel_world_size()} ranks"
+        members, figures = "nodes", partial(_between_nodes, session, parameters, nodes)
+    tell(partial(joined, session.config, where, reduction_group(engine).size(), figures, members, measured))
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
@@ -49,47 +56,35 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
         warnings.warn(text, CompressWarning, stacklevel=5)
 
 
-def warn_of_ignored_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
-    """Warn if `communication_data_type` has no effect.
+def find_idle_keys(engine: Any, config: CompressConfig, island: IslandUnit | None, dtype: torch.dtype) -> Iterator[str]:
+    """Yield texts on keys that do not have the effect that the file suggests.
 
-    Sums are computed in fp32 whatever the file says; uncompressed elements are sent in `dtype`.
+    - `communication_data_type`: sums are computed in fp32 whatever the file says; uncompressed elements are sent in
+      `dtype`.
+    - The momentum of some methods is applied several times in an optimizer step. Nodes average their gradients once.
+    - `adaptive`, if islands by host have one data-parallel rank each. Islands of a given size are checked when the
+      section is read.
     """
-    written = engine.config.get("communication_data_type")
-    if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
-        text = (
+    method, written = config.gradients.method, engine.config.get("communication_data_type")
+    if method != "none" and written is not None and engine.communication_data_type != dtype:
+        yield (
             f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
             f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
             f'"method": "{written}" into {SECTION}.gradients'
         )
-        warnings.warn(text, CompressWarning, stacklevel=4)
-
-
-def warn_of_micro_steps(engine: Any, config: CompressConfig) -> None:
-    """Warn if the momentum of the method is applied several times in an optimizer step."""
-    method, steps = config.gradients.method, engine.gradient_accumulation_steps()
-    stage = int(engine.zero_optimization_stage())
-    # Nodes average their gradients once in an optimizer step.
+    steps, stage = engine.gradient_accumulation_steps(), int(engine.zero_optimization_stage())
     if method in OWN_MOMENTUM and steps > 1 and stage >= 2 and node_unit(engine) is None:
-        text = (
+        yield (
             f'/{SECTION}/gradients/method: "{method}" applies its momentum in each of the {steps} micro-steps of an '
             f"optimizer step, because ZeRO {stage} reduces in all of them; write 1 as zero_optimization.stage or as "
             "gradient_accumulation_steps"
         )
-        warnings.warn(text, CompressWarning, stacklevel=4)
-
-
-def warn_of_single_rank_hosts(config: CompressConfig, unit: IslandUnit | None) -> None:
-    """Warn if adaptive settings have no effect because islands by host have one data-parallel rank each.
-
-    For islands of a given size, the warning is raised when the section is read.
-    """
     by_host = config.islands is not None and config.islands.by_host
-    if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
-        text = (
+    if config.adaptive is not None and by_host and island and island.get_data_parallel_world_size() == 1:
+        yield (
             f"/{SECTION}/adaptive: has no effect, because each host has one data-parallel rank, which sends neither "
             "gradients nor weights (allowed: null); remove the key"
         )
-        warnings.warn(text, CompressWarning, stacklevel=4)
 
 
 def warn_of_uncounted(reasons: Sequence[str]) -> None:
@@ -100,30 +95,6 @@ def warn_of_uncounted(reasons: Sequence[str]) -> None:
     """
     text = f"{SECTION}: bytes of gradients and weights cannot be counted in this engine, and are reported as 0: "
     warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
-
-
-def announcement(
-    engine: Any, session: Session, parameters: Parameters, kind: str, measured: Sequence[object] = ()
-) -> str:
-    """Return the announcement.
-
-    It has the settings, the excluded parameters, and the megabytes that rank 0 sends per step with and without
-    compression.
-    """
-    where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
-    nodes = node_unit(engine)
-    if nodes is None:
-        figures = partial(_figures, engine, session, parameters, kind)
-        return joined(session.config, where, ranks, figures, measured=measured)
-    within = nodes.get_data_parallel_world_size()
-    return joined(
-        session.config,
-        f"{where} within nodes of {within} ranks",
-        ranks,
-        partial(_between_nodes, session, parameters, nodes),
-        "nodes",
-        measured,
-    )
 
 
 def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) -> list[str]:
@@ -137,15 +108,15 @@ def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) ->
     return gradient_texts(session, parameters, [partition], everywhere=True, alone=alone)
 
 
-def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
+def _figures(engine: Any, session: Session, parameters: Parameters) -> list[str]:
     config, parts = session.config, []
     if config.gradients.method != "none":
-        parts += _gradients(engine, session, parameters, kind)
+        parts += _gradients(engine, session, parameters)
     if isinstance(config.weights, CompressedWeights):
-        parts.append(_compressed_weights(engine, config.weights, parameters, kind))
-    elif parts and engine.zero_optimization_stage() in _PLAIN_WEIGHTS and config.islands is None:
-        parts.append(_PLAIN_WEIGHTS[engine.zero_optimization_stage()](engine, parameters))
-    if kind == "zero_3" and _spans_hosts(reduction_group(engine)):
+        parts.append(_compressed_weights(engine, config.weights, parameters))
+    elif parts and engine.zero_optimization_stage() > 0 and config.islands is None:
+        parts.append(_plain_weights(engine, parameters))
+    if engine_kind(engine) == "zero_3":
         parts += _frozen_between_hosts(engine, parameters)
     return parts
 
@@ -158,7 +129,8 @@ def _frozen_between_hosts(engine: Any, parameters: Parameters) -> list[str]:
     """Return a text on frozen weights that all hosts gather, if most weights are frozen, as with LoRA."""
     frozen = sum(map(parameters.numel, parameters.frozen))
     share = frozen / max(1, sum(map(parameters.numel, parameters.shapes)))
-    if share < MOSTLY:
+    local = launched_ranks_of_host()
+    if share < MOSTLY or local is None or reduction_group(engine).size() <= local:
         return []
     # In a ring, what a rank sends for one gather is also what a host sends.
     sent = size(_ring_bytes(engine, parameters.frozen))
@@ -169,14 +141,8 @@ def _frozen_between_hosts(engine: Any, parameters: Parameters) -> list[str]:
     ]
 
 
-def _spans_hosts(group: ProcessGroup) -> bool:
-    """Return True if `group` has more ranks than this host, as far as the launcher tells."""
-    local = launched_ranks_of_host()
-    return local is not None and group.size() > local
-
-
-def _compressed_weights(engine: Any, weights: CompressedWeights, parameters: Parameters, kind: str) -> str:
-    every = kind == "zero_3"
+def _compressed_weights(engine: Any, weights: CompressedWeights, parameters: Parameters) -> str:
+    every = engine_kind(engine) == "zero_3"
     names = parameters.shapes if every else parameters.trained
     when = "each time they are gathered" if every else "a step"
     rounded = rounded_parameters(engine, weights) if every else parameters.trained
@@ -198,11 +164,10 @@ def _ring_bytes(engine: Any, names: Collection[str]) -> int:
 
 
 def _plain_weights(engine: Any, parameters: Parameters) -> str:
-    sent = size(_ring_bytes(engine, parameters.trained))
-    return f'weights travel uncompressed: {sent} a step; add "weights": {{"bits": 4}}'
-
-
-def _plain_weights_3(engine: Any, parameters: Parameters) -> str:
+    """Return the text on uncompressed weights that could be compressed."""
+    if engine.zero_optimization_stage() < 3:
+        sent = size(_ring_bytes(engine, parameters.trained))
+        return f'weights travel uncompressed: {sent} a step; add "weights": {{"bits": 4}}'
     every, frozen = (_ring_bytes(engine, names) for names in (parameters.shapes, parameters.frozen))
     of_frozen = f", {size(frozen)} of them frozen" if frozen else ""
     named = ', "frozen": true' if frozen else ""
@@ -212,15 +177,8 @@ def _plain_weights_3(engine: Any, parameters: Parameters) -> str:
     )
 
 
-_PLAIN_WEIGHTS: Mapping[int, Callable[[Any, Parameters], str]] = {
-    1: _plain_weights,
-    2: _plain_weights,
-    3: _plain_weights_3,
-}
-"""Texts on uncompressed weights that could be compressed, by ZeRO stage."""
-
-
-def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
+def _gradients(engine: Any, session: Session, parameters: Parameters) -> list[str]:
+    kind = engine_kind(engine)
     divide = partition_each if kind == "zero_3" else even_partition
     partitions = [
         divide([(name, parameters.numel(name)) for name in names], ranks)

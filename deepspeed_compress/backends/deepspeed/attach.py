@@ -1,5 +1,6 @@
 """Entry points for an existing engine: `attach` compresses its traffic, and `detach` undoes that."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -9,13 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.activations.attach import attach_activations, measure_activations
-from deepspeed_compress.backends.deepspeed.announce import (
-    announce,
-    warn_of_ignored_type,
-    warn_of_micro_steps,
-    warn_of_single_rank_hosts,
-    warn_of_uncounted,
-)
+from deepspeed_compress.backends.deepspeed.announce import announce, find_idle_keys, warn_of_uncounted
 from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, make_byte_report
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, find_parameters
@@ -32,7 +27,7 @@ from deepspeed_compress.backends.deepspeed.rollout import attach_rollout
 from deepspeed_compress.backends.deepspeed.steps import OptimizerStep, follow_losses, watch_steps
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, deciding_group, node_unit
 from deepspeed_compress.backends.deepspeed.weights.zero_3 import attach_weights_3
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import attach_weights
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights
 from deepspeed_compress.checkpointing.deepspeed.background import attach_background
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import CompressionState
 from deepspeed_compress.checkpointing.deepspeed.participants import Participant, attach_participants
@@ -40,7 +35,7 @@ from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights, parse_section
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
 from deepspeed_compress.monitor import write_configuration
@@ -50,16 +45,15 @@ from deepspeed_compress.session.session import ExactWeights, Session
 
 __all__ = ["attach", "attach_section", "detach"]
 
-WeightBytes = Callable[[], int]
-"""Function that returns the bytes that this rank sends for weights in one optimizer step."""
-
-
-_REPLACE_REDUCTION: Mapping[str, Callable[[Any, Session], WeightBytes]] = {
+_REPLACE_REDUCTION: Mapping[str, Callable[[Any, Session], int]] = {
     "zero_0": attach_zero_0,
     "zero_12": attach_zero_12,
     "zero_3": attach_zero_3,
 }
-"""Functions that replace the reduction of gradients, by kind of engine (see `engine_kind`)."""
+"""Functions that replace the reduction of gradients, by kind of engine (see `engine_kind`).
+
+They return the bytes that this rank sends for weights in one optimizer step.
+"""
 
 
 def attach(engine: Any) -> Any:
@@ -114,7 +108,6 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     if "compression" in vars(engine):
         raise ConfigError("the engine is already attached: call attach once, or use only initialize or install")
     check_on_all_ranks(engine, config, unit)
-    warn_of_single_rank_hosts(config, unit)
     patches = Patches()
     with patches.undone_on_failure():
         _attach(engine, config, unit, patches)
@@ -127,8 +120,8 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     if node is not None:
         equalize_weights(engine, node)
     parameters = find_parameters(engine)
-    warn_of_ignored_type(engine, config, parameters.dtype)
-    warn_of_micro_steps(engine, config)
+    for text in find_idle_keys(engine, config, island, parameters.dtype):
+        warnings.warn(text, CompressWarning, stacklevel=4)
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     session = Session(_describe(engine, config, island, parameters), patches, saving)
     destroy_with_engine(engine, _made_groups(session), patches)
@@ -139,7 +132,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     if session.watch is not None:
         watch_steps(engine, session.watch, patches)
     nodes = None if node is None else attach_nodes(engine, node, session)
-    weight_bytes = _no_bytes if nodes else _replace_collectives(engine, session)
+    weight_bytes = (lambda: 0) if nodes else _replace_collectives(engine, session)
     norms = None if session.policy.guard is None else Norms(engine, session.policy.guard.skips)
     stop_counting = count_parallel(engine, session.meter, patches)
     rollout = None if config.rollout is None else attach_rollout(engine, config.rollout, session.journal, patches)
@@ -155,7 +148,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     measured = [] if config.activations is None else measure_activations(engine, config.activations, session)
-    announce(engine, session, parameters, engine_kind(engine), measured)
+    announce(engine, session, parameters, measured)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
     patches.on_undo(session.renew_weights)
     patches.on_undo(session.gradients.discard_unfinished)
@@ -208,7 +201,7 @@ def _attach_difference_weights(engine: Any, session: Session) -> None:
     written = session.config.weights
     if engine_kind(engine) == "zero_3" or not isinstance(written, CompressedWeights):
         return
-    weights = attach_weights(
+    weights = Weights(
         engine,
         lambda settings: WeightReduction(settings, session.parameters, session.run).difference_gather,
         written,
@@ -228,7 +221,7 @@ def _attach_islands(engine: Any, unit: IslandUnit | None, session: Session) -> P
     return None if session.config.islands is None else attach_elastic(engine, session)
 
 
-def _replace_collectives(engine: Any, session: Session) -> WeightBytes:
+def _replace_collectives(engine: Any, session: Session) -> Callable[[], int]:
     """Replace or count the reduction of gradients, and the gather of weights under ZeRO 3.
 
     Returns:
@@ -240,19 +233,13 @@ def _replace_collectives(engine: Any, session: Session) -> WeightBytes:
         # A single rank sends none.
         if engine.seq_data_parallel_group.size() > 1:
             warn_of_uncounted(uncounted)
-        return _no_bytes
-    weight_bytes = _REPLACE_REDUCTION[kind](engine, session)
-    if not isinstance(weights, CompressedWeights):
-        return weight_bytes
-    if kind == "zero_3":
+        return lambda: 0
+    sent = _REPLACE_REDUCTION[kind](engine, session)
+    compressed = isinstance(weights, CompressedWeights)
+    if kind == "zero_3" and isinstance(weights, CompressedWeights):
         attach_weights_3(engine, WeightReduction(weights, session.parameters, session.run), session)
-        return weight_bytes
     # Compressed weights are counted when they are sent.
-    return lambda: weight_bytes() if session.weights is None else 0
-
-
-def _no_bytes() -> int:
-    return 0
+    return lambda: 0 if compressed and session.weights is not None else sent
 
 
 def detach(engine: Any) -> Any:

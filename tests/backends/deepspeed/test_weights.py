@@ -12,7 +12,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 
 from deepspeed_compress import SeamError, UnsupportedError
 from deepspeed_compress.backends.deepspeed.engine_facts import shared_parameters
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, attach_weights
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, check_weights
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.reducer import Run
@@ -100,7 +100,7 @@ def attached(engine: Any, setting: Setting) -> tuple[Weights, Meter]:
     def in_force() -> WeightsConfig:
         return exact_ones if session.clock.step < setting.dense_steps else written
 
-    return attach_weights(engine, lambda _: make_gather, written, in_force, session.patches), meter
+    return Weights(engine, lambda _: make_gather, written, in_force, session.patches), meter
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
@@ -328,14 +328,14 @@ def test_a_step_that_gathers_otherwise_is_an_error(name: str) -> None:
         run_forks(2, without_gather, JOBS[name])
 
 
-def attach_only(rank: int, job: Job) -> None:
-    attached(begin(job), Setting())
+def check_only(rank: int, job: Job) -> None:
+    check_weights(begin(job))
 
 
 @pytest.mark.parametrize("job", [Job(stage=0), Job(stage=0, extra=FP16)], ids=["zero_0", "fp16"])
 def test_engines_that_send_no_weights_are_refused(job: Job) -> None:
     with pytest.raises(RankError, match=f"{UnsupportedError.__name__}: /deepspeed_compress/weights.*has no effect"):
-        run_forks(2, attach_only, job)
+        run_forks(2, check_only, job)
 
 
 def single(rank: int, job: Job) -> tuple[bool, int]:

@@ -3,7 +3,7 @@
 `Zero1Gradients` are those of an engine with ZeRO 1, whose reductions begin before DeepSpeed asks for them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -44,11 +44,8 @@ class Part:
         return ring_all_reduce(self.partition.numel * dtype.itemsize, self.partition.world_size)
 
 
-PartsOf = Callable[[tuple[Key, ...]], Sequence[Part]]
-"""Function that returns the parts of a bucket."""
-
-
-def parts_of(optimizer: Any) -> PartsOf:
+def parts_of(optimizer: Any) -> Callable[[tuple[Key, ...]], list[Part]]:
+    """Return a function that returns the parts of a bucket."""
     return lru_cache(maxsize=LAYOUTS)(partial(_parts, optimizer))
 
 
@@ -61,12 +58,11 @@ def _parts(optimizer: Any, keys: tuple[Key, ...]) -> list[Part]:
         place = Segment(optimizer.param_names[parameter], 0, parameter.numel(), offset, 0)
         found.setdefault(optimizer.real_dp_process_group[key[0]], []).append((key, place))
         offset += place.numel
-    return [_part(optimizer, group.size(), entries) for group, entries in found.items()]
-
-
-def _part(optimizer: Any, ranks: int, entries: Sequence[tuple[Key, Segment]]) -> Part:
-    keys, places = tuple(key for key, _ in entries), tuple(place for _, place in entries)
-    return Part(keys, places, partition_of(optimizer, ranks, keys))
+    parts = []
+    for group, entries in found.items():
+        members, places = zip(*entries, strict=True)
+        parts.append(Part(members, places, partition_of(optimizer, group.size(), members)))
+    return parts
 
 
 def partition_of(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:

@@ -7,7 +7,7 @@ their bytes are only counted.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -30,80 +30,122 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
 Bucket = Sequence[Tensor]
-Contents = Sequence[tuple[str, int]]
-"""(parameter, numel) of each part of a flat tensor, in order. Padding is named `PADDING`."""
 
 
-def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
+def attach_zero_0(engine: Any, session: Session) -> int:
     """Replace the all-reduce of gradient buckets; for method "none", only count its bytes.
 
     The replacement is an attribute of this engine alone; DeepSpeed's class is unchanged.
 
     Returns:
-        A function that returns the bytes that this rank sends for weights in one optimizer step. The bf16 optimizer
-        partitions its states and gathers the weights; other optimizers send none.
+        The bytes that this rank sends for weights in one optimizer step. The bf16 optimizer partitions its states and
+        gathers the weights; other optimizers send none.
     """
-    names = _Names(engine)
-    session.replace_reduction(partial(_replace, engine, session, names), partial(_only_count, engine, session))
+    buckets = _Buckets(engine, session)
+    session.replace_reduction(buckets.replace, buckets.only_count)
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
     flats, groups = (getattr(engine.optimizer, name, []) for name in ("bf16_groups_flat", "real_dp_process_group"))
-    sizes = [(flat.nbytes, group.size()) for flat, group in zip(flats, groups, strict=True)]
-    return lambda: sum(ring_all_gather(size, ranks) for size, ranks in sizes)
+    return sum(ring_all_gather(flat.nbytes, group.size()) for flat, group in zip(flats, groups, strict=True))
 
 
-def _replace(engine: Any, session: Session, names: "_Names", patches: Patches) -> None:
-    early = _early(engine, session, names, patches)
-    patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, names, early))
+class _Buckets:
+    """Reduction, or counting, of the buckets that DeepSpeed fills: lists of gradients."""
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._engine, self._session, self._names = engine, session, _Names(engine)
+        self._early: EarlyReductions | None = None
+
+    def replace(self, patches: Patches) -> None:
+        """Reduce in place of DeepSpeed, and begin during backward if possible."""
+        engine = self._engine
+        patches.wrap(engine, "allreduce_bucket", self._reduce)
+        if not may_begin_early(engine):
+            return
+        reduces = partial(self._in_buckets, engine.buffered_allreduce_fallback)
+        early = EarlyReductions(self._session, _Gradients(engine, self._names), reduces, patches)
+        patches.replace(self, "_early", early)
+        patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
+        # DeepSpeed's `destroy` removes its own hooks only.
+        self._session.patches.precede(engine, "destroy", early.remove_hooks)
+
+    def only_count(self, patches: Patches) -> None:
+        """Leave the reduction to DeepSpeed, and count its bytes."""
+        patches.wrap(self._engine, "allreduce_bucket", self._count)
+        patches.wrap(self._engine, "allreduce_and_copy", self._unless_alone)
+
+    def _count(self, original: Any, bucket: Bucket, dp_group: Any, *rest: Any, **named: Any) -> Any:
+        self._session.meter.count_engine_reduction(self._uncompressed_bytes(bucket, dp_group))
+        return original(bucket, dp_group, *rest, **named)
+
+    def _unless_alone(
+        self, original: Any, small_bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
+    ) -> None:
+        """Call DeepSpeed's `allreduce_and_copy` unless it would change nothing.
+
+        With a single rank (in an island of one rank, for example), DeepSpeed copies the gradients to a bucket and back
+        in every step, although they are already their mean.
+        """
+        cast = small_bucket[0].dtype != self._engine.communication_data_type
+        scaled = self._engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
+        if dp_group.size() > 1 or cast or scaled:
+            original(small_bucket, dp_group, dp_world_size)
+
+    def _reduce(self, original: Any, bucket: Bucket, dp_group: Any, dp_world_size: float | None = None) -> Tensor:
+        """Reduce a bucket in place of DeepSpeed's `allreduce_bucket`, and return the flat mean."""
+        self._session.meter.count("bytes_uncompressed", self._uncompressed_bytes(bucket, dp_group))
+        sizes, dtype = self._contents(bucket), bucket[0].dtype
+        begun = self._early.take(dtype, dtype, tuple(name for name, _ in sizes)) if self._early is not None else None
+        if begun is not None:
+            begun.finish(begun.bucket)
+            return begun.bucket  # type: ignore[no-any-return]
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        divisor = (dp_world_size or dp_group.size()) if self._engine.gradient_average else 1.0
+        partition = even_partition(sizes, dp_group.size())
+        self._session.gradients.reduce(flat, partition, 1.0 / divisor, everywhere=True)
+        return flat
+
+    def _in_buckets(
+        self, original: Any, grads: Any = None, elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE
+    ) -> None:
+        """Call DeepSpeed's `buffered_allreduce_fallback`, with smaller buckets if they can begin early.
+
+        A reducer that works in phases keeps the large buckets, because it waits for each phase of each bucket.
+        """
+        size = elements_per_buffer
+        if isinstance(self._session.gradients.reducer, PayloadReducer):
+            numel = sum(parameter.numel() for parameter in self._names.of if parameter.requires_grad)
+            size = min(size, bucket_size(numel))
+        original(grads=grads, elements_per_buffer=size)
+
+    def _uncompressed_bytes(self, bucket: Bucket, dp_group: Any) -> int:
+        """Return the bytes that this rank sends if DeepSpeed all-reduces `bucket`."""
+        size = sum(tensor.numel() for tensor in bucket) * self._engine.communication_data_type.itemsize
+        return ring_all_reduce(size, dp_group.size())
+
+    def _contents(self, bucket: Bucket) -> list[tuple[str, int]]:
+        """Return (parameter, numel) of each part of `bucket`, in order. Padding is named `PADDING`."""
+        optimizer = self._engine.optimizer
+        known: dict[int, list[tuple[str, int]]] = {}
+        if not isinstance(optimizer, BF16_Optimizer):
+            known = _contents_of_gradients(self._names.of)
+            if any(tensor.data_ptr() not in known for tensor in bucket):
+                known = _contents_of_gradients(dict(self._names.trained()))
+        else:
+            # The gradient buffer of each group (`get_grads_for_reduction`).
+            for flat, group in zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True):
+                sizes = [(self._names.of[parameter], parameter.numel()) for parameter in group]
+                padding = flat.numel() - sum(numel for _, numel in sizes)
+                known[flat.data_ptr()] = [*sizes, (PADDING, padding)]
+        return [entry for tensor in bucket for entry in known[tensor.data_ptr()]]
 
 
-def _only_count(engine: Any, session: Session, patches: Patches) -> None:
-    patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
-    patches.wrap(engine, "allreduce_and_copy", partial(_unless_alone, engine))
-
-
-def _count(
-    engine: Any, session: Session, original: Any, bucket: Bucket, dp_group: Any, *rest: Any, **named: Any
-) -> Any:
-    session.meter.count_engine_reduction(_uncompressed_bytes(engine, bucket, dp_group))
-    return original(bucket, dp_group, *rest, **named)
-
-
-def _unless_alone(
-    engine: Any, original: Any, small_bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
-) -> None:
-    """Call DeepSpeed's `allreduce_and_copy` unless it would change nothing.
-
-    With a single rank (in an island of one rank, for example), DeepSpeed copies the gradients to a bucket and back in
-    every step, although they are already their mean.
-    """
-    cast = small_bucket[0].dtype != engine.communication_data_type
-    scaled = engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
-    if dp_group.size() > 1 or cast or scaled:
-        original(small_bucket, dp_group, dp_world_size)
-
-
-def _reduce(
-    engine: Any,
-    session: Session,
-    names: "_Names",
-    early: EarlyReductions | None,
-    original: Any,
-    bucket: Bucket,
-    dp_group: Any,
-    dp_world_size: float | None = None,
-) -> Tensor:
-    """Reduce a bucket in place of DeepSpeed's `allreduce_bucket`, and return the flat mean."""
-    session.meter.count("bytes_uncompressed", _uncompressed_bytes(engine, bucket, dp_group))
-    sizes = _contents(engine, names, bucket)
-    dtype = bucket[0].dtype
-    begun = early.take(dtype, dtype, tuple(name for name, _ in sizes)) if early is not None else None
-    if begun is not None:
-        begun.finish(begun.bucket)
-        return begun.bucket  # type: ignore[no-any-return]
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    divisor = (dp_world_size or dp_group.size()) if engine.gradient_average else 1.0
-    session.gradients.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
-    return flat
+def _contents_of_gradients(names: Mapping[Any, str]) -> dict[int, list[tuple[str, int]]]:
+    """Return the contents of each dense gradient, by its address; see `_Buckets._contents`."""
+    return {
+        parameter.grad.data_ptr(): [(name, parameter.numel())]
+        for parameter, name in names.items()
+        if parameter.grad is not None and parameter.grad.layout == torch.strided
+    }
 
 
 def may_begin_early(engine: Any) -> bool:
@@ -114,6 +156,12 @@ def may_begin_early(engine: Any) -> bool:
     own = not isinstance(engine.optimizer, BF16_Optimizer) and not isinstance(engine, PipelineEngine)
     on_host = torch.device(engine.device).type == "cpu"
     return own and on_host and not engine.has_moe_layers and may_defer_reductions()
+
+
+_ADDED = (
+    "/deepspeed_compress/gradients: the program has added parameters to the model of an engine, whose gradients are "
+    "sent uncompressed; add them before the engine is made"
+)
 
 
 class _Names:
@@ -133,47 +181,10 @@ class _Names:
         for parameter in self._engine.module.parameters():
             if parameter.requires_grad:
                 if parameter not in self.of:
-                    self._add(parameter)
+                    name = f"added {len(self.of)}"
+                    self.of[parameter], self.parameters[name] = name, parameter
+                    warnings.warn(_ADDED, CompressWarning, stacklevel=2)
                 yield parameter, self.of[parameter]
-
-    def _add(self, parameter: Any) -> None:
-        name = f"added {len(self.of)}"
-        self.of[parameter], self.parameters[name] = name, parameter
-        text = (
-            "/deepspeed_compress/gradients: the program has added parameters to the model of an engine, whose "
-            "gradients are sent uncompressed; add them before the engine is made"
-        )
-        warnings.warn(text, CompressWarning, stacklevel=2)
-
-
-def _early(engine: Any, session: Session, names: _Names, patches: Patches) -> EarlyReductions | None:
-    if not may_begin_early(engine):
-        return None
-    gradients = _Gradients(engine, names)
-    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, names)
-    early = EarlyReductions(session, gradients, reduces, patches)
-    patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
-    # DeepSpeed's `destroy` removes its own hooks only.
-    session.patches.precede(engine, "destroy", early.remove_hooks)
-    return early
-
-
-def _in_buckets(
-    original: Any,
-    session: Session,
-    names: _Names,
-    grads: Any = None,
-    elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
-) -> None:
-    """Call DeepSpeed's `buffered_allreduce_fallback`, with smaller buckets if they can begin early.
-
-    A reducer that works in phases keeps the large buckets, because it waits for each phase of each bucket.
-    """
-    size = elements_per_buffer
-    if isinstance(session.gradients.reducer, PayloadReducer):
-        numel = sum(parameter.numel() for parameter in names.of if parameter.requires_grad)
-        size = min(size, bucket_size(numel))
-    original(grads=grads, elements_per_buffer=size)
 
 
 class _Gradients:
@@ -217,40 +228,6 @@ class _Gradients:
 
     def _partition(self, keys: tuple[str, ...]) -> Partition:
         return even_partition([(name, self._names.parameters[name].numel()) for name in keys], self.group.size())
-
-
-def _uncompressed_bytes(engine: Any, bucket: Bucket, dp_group: Any) -> int:
-    """Return the bytes that this rank sends if DeepSpeed all-reduces `bucket`."""
-    size = sum(tensor.numel() for tensor in bucket) * engine.communication_data_type.itemsize
-    return ring_all_reduce(size, dp_group.size())
-
-
-def _contents(engine: Any, names: _Names, bucket: Bucket) -> list[tuple[str, int]]:
-    """Return the contents of `bucket`."""
-    if isinstance(engine.optimizer, BF16_Optimizer):
-        known = dict(_contents_of_groups(engine.optimizer, engine.param_names))
-    else:
-        known = _contents_of_gradients(names.of)
-        if any(tensor.data_ptr() not in known for tensor in bucket):
-            known = _contents_of_gradients(dict(names.trained()))
-    return [entry for tensor in bucket for entry in known[tensor.data_ptr()]]
-
-
-def _contents_of_gradients(names: Mapping[Any, str]) -> dict[int, Contents]:
-    """Return the contents of each dense gradient, by its address."""
-    return {
-        parameter.grad.data_ptr(): [(name, parameter.numel())]
-        for parameter, name in names.items()
-        if parameter.grad is not None and parameter.grad.layout == torch.strided
-    }
-
-
-def _contents_of_groups(optimizer: Any, names: Any) -> Any:
-    """Yield (address, contents) of each group's gradient buffer of the bf16 optimizer (`get_grads_for_reduction`)."""
-    for flat, group in zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True):
-        sizes = [(names[parameter], parameter.numel()) for parameter in group]
-        padding = flat.numel() - sum(numel for _, numel in sizes)
-        yield flat.data_ptr(), [*sizes, (PADDING, padding)]
 
 
 def _count_sparse(session: Session, original: Any, value: Tensor, dp_group: Any) -> list[Tensor]:

@@ -12,7 +12,6 @@ reduces after backward, so reductions begin early (`early`, `parts`). Muon's mat
 owners are completed once their means are there (`muon`).
 """
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,13 +23,7 @@ from torch import Tensor
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
-from deepspeed_compress.backends.deepspeed.gradients.parts import (
-    Part,
-    PartsOf,
-    Zero1Gradients,
-    partition_of,
-    parts_of,
-)
+from deepspeed_compress.backends.deepspeed.gradients.parts import Part, Zero1Gradients, partition_of, parts_of
 from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, may_defer_reductions
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.reducer import Pending
@@ -41,17 +34,18 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
 
-def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
+def attach_zero_12(engine: Any, session: Session) -> int:
     """Replace the reduction of gradient buckets on this optimizer; for method "none", only count its bytes.
 
     Returns:
-        A function that returns the bytes that this rank sends for weights in one optimizer step.
+        The bytes that this rank sends for weights in one optimizer step, to gather the 16- or 32-bit ones.
     """
     optimizer = engine.optimizer
     if optimizer.cpu_offload:
         count_gathers(optimizer, session, "_apply_muon_updates_cpu_offload")
     session.replace_reduction(partial(_replace, engine, session), partial(_count_only, optimizer, session))
-    return partial(_weight_bytes, optimizer)
+    groups = zip(optimizer.bit16_groups_flat, optimizer.real_dp_process_group, strict=True)
+    return sum(ring_all_gather(flat.nbytes, group.size()) for flat, group in groups)
 
 
 def _replace(engine: Any, session: Session, patches: Patches) -> None:
@@ -107,7 +101,7 @@ class _Buckets:
         """Reduce `part` of the flat bucket `tensor`, or begin to."""
         if self.later is not None:
             begun = self.early.take(communication_data_type, tensor.dtype, part.keys) if self.early else None
-            self.later.add(part.partition, begun or self._start(part, tensor))
+            self.later.pending.append((part.partition, begun or self._start(part, tensor)))
             return
         self._keep(tensor)
         flat = part.of(tensor)
@@ -155,26 +149,15 @@ def _waits_for_backward(engine: Any) -> bool:
 
 
 def _count_only(optimizer: Any, session: Session, patches: Patches) -> None:
-    patches.wrap(optimizer, "average_tensor", partial(_average_tensor, optimizer, session, parts_of(optimizer)))
+    """Leave the reduction to DeepSpeed's `average_tensor`, and count its bytes."""
+    parts = parts_of(optimizer)
 
+    def average_tensor(average: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        for part in parts(tuple(optimizer.ipg_buckets[communication_data_type].params)):
+            session.meter.count_engine_reduction(part.all_reduced(communication_data_type))
+        average(tensor, communication_data_type)
 
-def _average_tensor(
-    optimizer: Any,
-    session: Session,
-    parts: PartsOf,
-    average: Any,
-    tensor: Tensor,
-    communication_data_type: torch.dtype,
-) -> None:
-    for part in parts(tuple(optimizer.ipg_buckets[communication_data_type].params)):
-        session.meter.count_engine_reduction(part.all_reduced(communication_data_type))
-    average(tensor, communication_data_type)
-
-
-def _weight_bytes(optimizer: Any) -> int:
-    """Return the bytes that this rank sends in `step` to gather the updated 16- or 32-bit weights."""
-    groups = zip(optimizer.bit16_groups_flat, optimizer.real_dp_process_group, strict=True)
-    return sum(ring_all_gather(flat.nbytes, group.size()) for flat, group in groups)
+    patches.wrap(optimizer, "average_tensor", average_tensor)
 
 
 def may_wait(optimizer: Any) -> bool:
@@ -193,14 +176,11 @@ class DeferredReductions:
 
     def __init__(self, optimizer: Any, split: SplitMatrices) -> None:
         self.pending: list[tuple[Partition, Pending]] = []
+        """Reductions that `reduce_ipg_grads` finishes, each with the owners of its bucket."""
         self._optimizer = optimizer
         self._split = split
         self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
         self._original = optimizer.reduce_ipg_grads
-
-    def add(self, partition: Partition, pending: Pending) -> None:
-        """Keep a reduction of a bucket with these owners for `reduce_ipg_grads`."""
-        self.pending.append((partition, pending))
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""

@@ -9,14 +9,13 @@ bucket, in `independent_gradient_partition_epilogue`; nothing reads the gradient
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
@@ -38,35 +37,24 @@ from deepspeed_compress.session.session import Session
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
 
-def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
+def attach_zero_3(engine: Any, session: Session) -> int:
     """Replace the reduction of gradient buckets on this optimizer; for method "none", only count its bytes.
 
     Returns:
-        A function that returns the bytes for weights that remain to be counted after an optimizer step. It always
-        returns 0, because each gather is counted when it happens.
+        The bytes for weights that remain to be counted after an optimizer step: 0, because each gather is counted when
+        it happens.
     """
-    optimizer, buckets = engine.optimizer, _Buckets(engine, session)
-    session.replace_reduction(partial(_replace, engine, buckets), partial(_only_count, optimizer, buckets))
-    _count_weights(optimizer, session)
-    count_gathers(optimizer, session, "_apply_muon_to_accumulated_grads")
-    return lambda: 0  # counted already, gather by gather
-
-
-def _replace(engine: Any, buckets: "_Buckets", patches: Patches) -> None:
-    optimizer = engine.optimizer
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", partial(buckets.reduce, False))
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", partial(buckets.reduce, True))
-    patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
-    if buckets.defers and optimizer.reduce_scatter:
-        # A bucket is copied once anyway, into the order of its message.
-        patches.replace(optimizer, "contiguous_gradients", False)
-    trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
-    limit_bucket_size(engine, trained, patches)
-
-
-def _only_count(optimizer: Any, buckets: "_Buckets", patches: Patches) -> None:
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", partial(buckets.count, False))
-    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", partial(buckets.count, True))
+    buckets = _Buckets(engine, session)
+    session.replace_reduction(buckets.replace, buckets.only_count)
+    # Weights are counted at each parameter's gather functions, since the number of gathers in a step is not known in
+    # advance: DeepSpeed keeps weights that are needed again soon, depending on the order of layers and on
+    # `stage3_max_live_parameters`, `stage3_max_reuse_distance` and `stage3_param_persistence_threshold`.
+    for parameter in engine.optimizer.module.parameters():
+        for name in ("all_gather", "all_gather_coalesced"):
+            counted = partial(_counted, [parameter], session.meter, name == "all_gather_coalesced")
+            session.patches.wrap(parameter, name, counted)
+    count_gathers(engine.optimizer, session, "_apply_muon_to_accumulated_grads")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +78,7 @@ class _Buckets:
     """Reduction, or counting, of the buckets that DeepSpeed fills: lists of parameters with gradients."""
 
     def __init__(self, engine: Any, session: Session) -> None:
-        self._optimizer = engine.optimizer
-        self._session = session
+        self._engine, self._optimizer, self._session = engine, engine.optimizer, session
         self._deferred: list[_Reduction] = []
         # On other devices only the reduction stream waits, not the host or backward.
         self.defers = may_defer_reductions() and get_accelerator().is_synchronized_device()
@@ -99,6 +86,23 @@ class _Buckets:
         # gloo implements reduce-scatter as an all-reduce of the whole tensor.
         self._all_reduces = is_gloo(self._group)
         session.gradients.on_interruption(self._discard)
+
+    def replace(self, patches: Patches) -> None:
+        """Reduce in place of DeepSpeed."""
+        optimizer = self._optimizer
+        patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", partial(self.reduce, False))
+        patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", partial(self.reduce, True))
+        patches.wrap(optimizer, "independent_gradient_partition_epilogue", self.finish)
+        if self.defers and optimizer.reduce_scatter:
+            # A bucket is copied once anyway, into the order of its message.
+            patches.replace(optimizer, "contiguous_gradients", False)
+        trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
+        limit_bucket_size(self._engine, trained, patches)
+
+    def only_count(self, patches: Patches) -> None:
+        """Leave the reduction to DeepSpeed, and count its bytes."""
+        patches.wrap(self._optimizer, _PREFIX + "avg_scatter_grads", partial(self.count, False))
+        patches.wrap(self._optimizer, _PREFIX + "avg_scatter_contiguous_grads", partial(self.count, True))
 
     def _discard(self) -> None:
         """Discard the buckets of a failed backward pass. Collective."""
@@ -195,53 +199,28 @@ def _group_of(parameters: Sequence[Any]) -> ProcessGroup:
     return group
 
 
-def _count_weights(optimizer: Any, session: Session) -> None:
-    """Count the bytes that this rank sends for weights, at each parameter's gather functions.
-
-    The number of gathers per step cannot be known in advance. DeepSpeed keeps weights that are needed again soon,
-    depending on the order of layers and on `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
-    `stage3_param_persistence_threshold`. A small model is gathered once per step, a large one in forward and backward.
-    """
-    for parameter in optimizer.module.parameters():
-        for name, size in (("all_gather", _gather_bytes), ("all_gather_coalesced", _fetch_bytes)):
-            session.patches.wrap(parameter, name, partial(_counted, [parameter], session.meter, size))
-
-
 def _counted(
     own: list[Any],
     meter: Meter,
-    size: Callable[[Any], int],
+    coalesced: bool,
     gather: Any,
     param_list: Iterable[Any] | None = None,
     *args: Any,
     **options: Any,
 ) -> Any:
-    parameters = own if param_list is None else list(param_list)
-    meter.count("bytes_weights", sum(size(parameter) for parameter in parameters))
-    return gather(parameters, *args, **options)
-
-
-def _gather_bytes(parameter: Any) -> int:
-    """Return the bytes that this rank sends to gather `parameter` around a ring.
-
-    Zero if the parameter is available or already being gathered.
-    """
-    return _bytes_to_others(parameter, parameter.ds_tensor, parameter.ds_process_group)
-
-
-def _fetch_bytes(parameter: Any) -> int:
-    """Return the bytes that this rank sends to gather `parameter` for forward or backward.
+    """Call a gather function of a parameter, after counting the bytes that this rank sends around a ring.
 
     With hpZ (ZeRO++), each group of `zero_hpz_partition_size` ranks has a second copy of the weights, from the first
-    gather of a step to the optimizer step, and gathers from that.
+    gather of a step to the optimizer step. Forward and backward, whose gathers are `coalesced`, gather from that.
     """
-    if parameter.ds_secondary_tensor is None:
-        return _gather_bytes(parameter)
-    return _bytes_to_others(parameter, parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group)
-
-
-def _bytes_to_others(parameter: Any, share: Any, group: dist.ProcessGroup) -> int:
-    if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-        return 0
-    size = share.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
-    return int(size * (group.size() - 1))
+    parameters, sent = own if param_list is None else list(param_list), 0
+    for parameter in parameters:
+        # The others are there, or already being gathered.
+        if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            share, group = parameter.ds_tensor, parameter.ds_process_group
+            if coalesced and parameter.ds_secondary_tensor is not None:
+                share, group = parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group
+            size = share.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
+            sent += size * (group.size() - 1)
+    meter.count("bytes_weights", sent)
+    return gather(parameters, *args, **options)

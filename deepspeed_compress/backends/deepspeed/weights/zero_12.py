@@ -8,8 +8,8 @@ Outside `step` (when loading a universal checkpoint), DeepSpeed gathers exactly,
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +25,11 @@ from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.patches import Patches, replaced
 from deepspeed_compress.session.probing import WeightTraffic
 
+GatherFactory = Callable[[ProcessGroup, Sequence[tuple[str, int]], torch.dtype], DifferenceGather]
+"""Function that returns the gather of one flat buffer.
 
-class GatherFactory(Protocol):
-    """Factory for the gather of one flat buffer: `DifferenceGather` with all but its first three parameters bound."""
-
-    def __call__(self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype) -> DifferenceGather:
-        """Return the gather of one flat buffer.
-
-        Args:
-            group: the ranks that share the buffer.
-            sizes: (name, numel) in the order of the buffer. Padding is named `PADDING`.
-            dtype: the dtype of the buffer.
-        """
+It receives the ranks that share the buffer, (name, numel) in its order with padding named `PADDING`, and its dtype.
+"""
 
 
 def check_weights(engine: Any) -> None:
@@ -53,14 +46,12 @@ def check_weights(engine: Any) -> None:
         )
 
 
-def attach_weights(
-    engine: Any,
-    factory_of: Callable[[CompressedWeights], GatherFactory],
-    written: CompressedWeights,
-    in_force: Callable[[], WeightsConfig | None],
-    patches: Patches,
-) -> "Weights":
-    """Compress the weights that `step` of the engine's optimizer sends. Single-rank groups are left unchanged.
+class Weights:
+    """Weights that `step` of an engine's optimizer sends, compressed. Single-rank groups are left unchanged.
+
+    No state outlives a step, so the settings may change between steps: differences are relative to the weights that all
+    ranks hold at that time. During a step, the rank keeps a copy of its own part of the weights as the other ranks have
+    it, because DeepSpeed overwrites it: numel / ranks elements of the buffer's dtype.
 
     Args:
         engine: the engine.
@@ -70,24 +61,8 @@ def attach_weights(
             the settings say that they are not compressed. None leaves the step to DeepSpeed.
         patches: undoes the replacement.
 
-    Returns:
-        The weights of the engine's optimizer.
-
     Raises:
-        UnsupportedError: from `check_weights` or `ArrivingWeights`.
-    """
-    check_weights(engine)
-    weights = Weights(engine, factory_of, written, in_force, patches)
-    patches.wrap(engine.optimizer, "step", weights.step)
-    return weights
-
-
-class Weights:
-    """Weights of one engine's optimizer.
-
-    No state outlives a step, so the settings may change between steps: differences are relative to the weights that all
-    ranks hold at that time. During a step, the rank keeps a copy of its own part of the weights as the other ranks have
-    it, because DeepSpeed overwrites it: numel / ranks elements of the buffer's dtype.
+        UnsupportedError: from `ArrivingWeights`.
     """
 
     def __init__(
@@ -106,12 +81,15 @@ class Weights:
             (group, flat_sizes(held, [(engine.param_names[view], view) for view in views]), held.dtype)
             for group, held, views in zip(groups, self._held, parameters, strict=True)
         ]
-        self._gathers_of = lru_cache(maxsize=SETTINGS)(partial(_make_gathers, factory_of, buffers))
+        self._gathers_of = lru_cache(maxsize=SETTINGS)(
+            lambda settings: [factory_of(settings)(*buffer) for buffer in buffers]
+        )
         self.gathers = self._gathers_of(written)
         """Gathers for the settings in the section."""
         # The round of a parameter does not depend on how it is encoded, so these gathers serve for all settings.
         self.arriving = ArrivingWeights(engine, self.gathers, patches) if written.overlap else None
         """Weights in flight during forward; None if `step` waits for all weights."""
+        patches.wrap(self._optimizer, "step", self.step)
 
     def traffic(self) -> WeightTraffic:
         """Return the number of elements that this rank sends and decodes in a step."""
@@ -192,22 +170,10 @@ class Weights:
         def send() -> None:
             for (_, gather, held, _), own in zip(self._buffers(gathers), kept, strict=True):
                 gather.own(held).copy_(own)
-            self._send_differences(gathers)
+            if self.arriving is not None:
+                self.arriving.begin(self._buffers(gathers))
+                return
+            for _, gather, held, master in self._buffers(gathers):
+                gather.gather(held, master)
 
         return send
-
-    def _send_differences(self, gathers: Sequence[DifferenceGather]) -> None:
-        if self.arriving is not None:
-            self.arriving.begin(self._buffers(gathers))
-            return
-        for _, gather, held, master in self._buffers(gathers):
-            gather.gather(held, master)
-
-
-def _make_gathers(
-    factory_of: Callable[[CompressedWeights], GatherFactory],
-    buffers: Sequence[tuple[ProcessGroup, Sequence[tuple[str, int]], torch.dtype]],
-    settings: CompressedWeights,
-) -> list[DifferenceGather]:
-    factory = factory_of(settings)
-    return [factory(group, sizes, dtype) for group, sizes, dtype in buffers]
