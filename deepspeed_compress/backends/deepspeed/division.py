@@ -9,9 +9,8 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import deepspeed
 import torch.distributed as dist
@@ -25,11 +24,13 @@ from deepspeed_compress.backends.deepspeed.groups import (
     made_group,
     partition_groups,
 )
-from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.backends.deepspeed.seams import Seam, check_seams, check_version
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.pace import launched_ranks_of_host
-from deepspeed_compress.config import Islands
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config.models import Parallelism
+from deepspeed_compress.config.problems import TENSOR
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches, replaced
 
@@ -38,136 +39,102 @@ SEAMS = (
     Seam("deepspeed.utils.groups:get_tensor_model_parallel_group", ""),
 )
 
-_ISLANDS, _NODES = IslandUnit.pointer, NodeUnit.pointer
-_Unit = TypeVar("_Unit", IslandUnit, NodeUnit)
+_Kind = type[IslandUnit] | type[NodeUnit]
 
 
-@dataclass(frozen=True)
-class _Division:
-    """Division of the job's ranks that the section asks for.
+def make_unit(config: CompressConfig, ds_config: Mapping[str, Any]) -> RankUnit | None:
+    """Return this rank's part if the section divides the job into islands or nodes; None otherwise.
 
-    Attributes:
-        pointer: JSON pointer of the settings.
-        parts: what a part is called in messages, in the plural.
-        size: data-parallel ranks of a part; None for all ranks of a host.
-        key: pointer of the key that gives the size.
-    """
-
-    pointer: str
-    parts: str
-    size: int | None
-    key: str
-
-
-def make_islands(settings: Islands, tensor: int = 1) -> IslandUnit:
-    """Divide the ranks of the job into islands. Collective; initializes torch.distributed first if necessary.
-
-    Args:
-        settings: the section's `islands`.
-        tensor: the number of ranks that share each layer.
+    Collective; initializes torch.distributed first if necessary.
 
     Raises:
         ConfigError: the ranks of the job cannot be divided in this way.
         UnsupportedError: this process already shares layers between other ranks.
     """
-    key = f"{_ISLANDS}/{'by_host' if settings.by_host else 'size'}"
-    unit = _divide(IslandUnit, _Division(_ISLANDS, "islands", None if settings.by_host else settings.size, key), tensor)
-    if unit.count == 1 and settings.outer.optimizer == "average" and settings.outer.lr == 1.0:
+    parallelism, islands = config.parallelism or Parallelism(), config.islands
+    kind: _Kind = NodeUnit
+    key, size, idle_alone = kind.pointer, parallelism.shard_within, True
+    if islands is not None and islands.elastic is None:
+        kind, size = IslandUnit, "node" if islands.by_host else islands.size
+        key = f"{kind.pointer}/{'by_host' if islands.by_host else 'size'}"
+        idle_alone = islands.outer.optimizer == "average" and islands.outer.lr == 1.0
+    if size is None:
+        return None
+    check_version(deepspeed.__version__)
+    check_seams(SEAMS, deepspeed.__version__)
+    unit = _divide(kind, key, size, TENSOR.effective(ds_config, parallelism))
+    if unit.count == 1 and idle_alone:
         text = (
-            f"{_ISLANDS}: has no effect, because all {len(unit.ranks)} ranks are one island; start more, or write "
-            "smaller islands"
+            f"{kind.pointer}: has no effect, because all {len(unit.ranks)} ranks are one of the {kind.parts}; start "
+            "more, write a smaller number, or remove the key"
         )
-        warnings.warn(text, CompressWarning, stacklevel=5)
+        warnings.warn(text, CompressWarning, stacklevel=4)
     return unit
 
 
-def make_nodes(shard_within: int | Literal["node"], tensor: int = 1) -> NodeUnit:
-    """Divide the ranks of the job into nodes. Collective; initializes torch.distributed first if necessary.
+def _divide(kind: _Kind, key: str, size: int | Literal["node"], tensor: int) -> RankUnit:
+    """Make the groups of parts of `size` data-parallel ranks, or of those of a host, and return this rank's part.
 
     Args:
-        shard_within: data-parallel ranks of a node; "node" for all ranks of a host.
+        kind: the kind of part.
+        key: JSON pointer of the key that gives the size.
+        size: data-parallel ranks of a part; "node" for all ranks of a host.
         tensor: the number of ranks that share each layer.
-
-    Raises:
-        ConfigError: the ranks of the job cannot be divided in this way.
-        UnsupportedError: this process already shares layers between other ranks.
     """
-    size = None if shard_within == "node" else shard_within
-    unit = _divide(NodeUnit, _Division(_NODES, "nodes", size, _NODES), tensor)
-    if unit.count == 1:
-        text = (
-            f"{_NODES}: has no effect, because all {len(unit.ranks)} ranks are one node; remove the key, or start more"
-        )
-        warnings.warn(text, CompressWarning, stacklevel=5)
-    return unit
-
-
-def _divide(kind: type[_Unit], division: _Division, tensor: int) -> _Unit:
-    """Make the groups of `division`, and return this rank's part."""
     if not dist.is_initialized():
         deepspeed.init_distributed()
-    world, rank, size = dist.get_world_size(), dist.get_rank(), _ranks_of_part(division, tensor)
-    if world % size:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    held = _ranks_of_host(kind, key, tensor) if size == "node" else size * tensor
+    if world % held:
         raise ConfigError(
-            f"{division.key}: {division.parts} of {size} do not divide the {world} ranks of the job (allowed: "
-            "divisors); start as many ranks for each"
+            f"{key}: {kind.parts} of {held} do not divide the {world} ranks of the job (allowed: divisors); start as "
+            "many ranks for each"
         )
-    parts = [tuple(range(first, first + size)) for first in range(0, world, size)]
+    parts = [tuple(range(first, first + held)) for first in range(0, world, held)]
     lines = [ranks[one::tensor] for ranks in parts for one in range(tensor)]
     places = list(zip(*parts, strict=True))
-    whole = made_group(parts, division.pointer)
+    whole = made_group(parts, kind.pointer)
     return kind(
-        ranks=parts[rank // size],
-        number=rank // size,
+        ranks=parts[rank // held],
+        number=rank // held,
         count=len(parts),
         tensor=tensor,
         whole=whole,
-        data=whole if tensor == 1 else made_group(lines, division.pointer),
-        model=_tensor_group(division, tensor),
+        data=whole if tensor == 1 else made_group(lines, kind.pointer),
+        model=_tensor_group(kind, tensor),
         peers=made_group(places),
         downward=downward_group(places),
     )
 
 
-def _ranks_of_part(division: _Division, tensor: int) -> int:
-    """Return the number of ranks per part.
-
-    The size of a division counts data-parallel ranks only. Without one, a part has all ranks of a host.
-    """
-    if division.size is not None:
-        return division.size * tensor
-    size = _ranks_of_host(division)
-    if size % tensor:
-        raise ConfigError(
-            f"{division.key}: {tensor} ranks that share each layer do not divide the {size} ranks of a host (allowed: "
-            "divisors); write such a number, or a number of ranks in place of the host"
-        )
-    return size
-
-
-def _ranks_of_host(division: _Division) -> int:
+def _ranks_of_host(kind: _Kind, key: str, tensor: int) -> int:
     """Return the number of ranks per host, from the variables of torchrun or the deepspeed launcher. Collective.
 
     Raises:
-        ConfigError: neither launcher was used, or hosts have unequal numbers of ranks. Raised on all ranks.
+        ConfigError: neither launcher was used, or hosts have unequal numbers of ranks, or some that ranks which share
+            layers do not divide. Raised on all ranks.
     """
     local = gather_objects(launched_ranks_of_host())
-    launched = [size for size in local if size is not None]
-    if len(launched) < len(local):
+    sizes = sorted({size for size in local if size is not None})
+    if None in local:
         raise ConfigError(
-            f"{division.key}: this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: a number of ranks "
-            f"in place of the host); write 8, for instance, if {division.parts} have 8 ranks"
+            f"{key}: this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: a number of ranks in place "
+            f"of the host); write 8, for instance, if {kind.parts} have 8 ranks"
         )
-    sizes = sorted(set(launched))
     if len(sizes) > 1:
         raise ConfigError(
-            f"{division.key}: hosts have {sizes} ranks (allowed: the same number on each); start the same number on "
-            "every host, or write a number of ranks in place of the host"
+            f"{key}: hosts have {sizes} ranks (allowed: the same number on each); start the same number on every host, "
+            "or write a number of ranks in place of the host"
+        )
+    if sizes[0] % tensor:
+        raise ConfigError(
+            f"{key}: {tensor} ranks that share each layer do not divide the {sizes[0]} ranks of a host (allowed: "
+            "divisors); write such a number, or a number of ranks in place of the host"
         )
     return sizes[0]
 
 
-def _tensor_group(division: _Division, tensor: int) -> ProcessGroup:
+def _tensor_group(kind: _Kind, tensor: int) -> ProcessGroup:
     """Return the group of ranks that share layers with this one."""
     if tensor == 1:
         return made_group([(one,) for one in range(dist.get_world_size())])
@@ -177,7 +144,7 @@ def _tensor_group(division: _Division, tensor: int) -> ProcessGroup:
     first = dist.get_rank() // tensor * tensor
     if dist.get_process_group_ranks(found) != list(range(first, first + tensor)):
         raise UnsupportedError(
-            f"{division.pointer}: {tensor} ranks should share each layer, but DeepSpeed has groups of {found.size()} "
+            f"{kind.pointer}: {tensor} ranks should share each layer, but DeepSpeed has groups of {found.size()} "
             "in this process (allowed: the same number); train with the other number in a separate process"
         )
     return found
@@ -262,11 +229,12 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
         UnsupportedError: the model is a pipeline, or the call divides the ranks in another way.
         ConfigError: the batch cannot be divided evenly.
     """
-    if _divides_itself(call, config):
+    # DeepSpeed makes a mesh only if the file has both sizes.
+    meshed = call.get("mesh_param") or {"sequence_parallel_size", "data_parallel_size"} <= config.keys()
+    if call.get("mpu") is not None or meshed or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
-            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, with a mesh for "
-            "sequence parallelism, or with a pipeline, whose stages use all ranks of the job (allowed: data "
-            "parallelism, ZeRO 0 to 3, AutoTP); remove the key, or the other division"
+            f"{unit.pointer} divides the ranks itself, so another mpu, a sequence-parallel mesh or a pipeline cannot "
+            "(allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove the key, or the other division"
         )
     divided = copy.deepcopy(dict(config))
     batch = divided.get("train_batch_size")
@@ -279,13 +247,6 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
         divided["train_batch_size"] = batch // unit.count
     given = unit if unit.tensor == 1 else _BatchUnit(**vars(unit))
     return {**call, "config": divided, "mpu": given, "training_data": None}
-
-
-def _divides_itself(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if DeepSpeed divides the ranks of the job according to the call or the configuration."""
-    # DeepSpeed makes a mesh only if the file has both sizes.
-    meshed = call.get("mesh_param") or {"sequence_parallel_size", "data_parallel_size"} <= config.keys()
-    return call.get("mpu") is not None or bool(meshed) or isinstance(call.get("model"), PipelineModule)
 
 
 def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: RankUnit) -> Sequence[Any]:
@@ -305,15 +266,17 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Ra
     # Independent of `detach`: the engine's groups are those of its unit for as long as it exists.
     patches = Patches()
     for name in _CALLS:
-        patches.wrap(result[0], name, partial(_call_divided, unit))
+        patches.wrap(result[0], name, partial(_call_within, partial(_divided_groups, unit)))
     if not result[0].zero_optimization_partition_weights():
         # The parameters of ZeRO 3 stay divided over these groups, in a later engine too.
         destroy_with_engine(result[0], unit.made, patches)
     return result
 
 
-def _call_divided(unit: RankUnit, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    with _divided_groups(unit):
+def _call_within(
+    block: Callable[[], AbstractContextManager[None]], method: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    with block():
         return method(*args, **options)
 
 
@@ -339,21 +302,15 @@ def check_division(engine: Any) -> None:
         size = engine.seq_data_parallel_group.size()
         if group.group_desc in (IslandUnit.pointer, NodeUnit.pointer) and group.size() != size:
             raise UnsupportedError(
-                f"{group.group_desc} has divided the parameters of this model over {group.size()} ranks, for another "
-                f"engine or in deepspeed.zero.Init, but this engine divides it over {size} (allowed: the same key and "
-                "value in both configurations, or a new model); make the model anew, or write the same"
+                f"{group.group_desc} has divided the parameters of this model over {group.size()} ranks before, but "
+                f"this engine divides it over {size} (allowed: the same); make the model anew, or write the same"
             )
 
 
 def divide_data(engine: Any, unit: RankUnit, patches: Patches) -> None:
-    """Have the `deepspeed_io` of `engine` divide data over all ranks of the job.
+    """Have the `deepspeed_io` of `engine` divide data over all ranks of the job, for which its `mpu` then answers.
 
     DeepSpeed itself would divide it over the ranks of `unit` only.
     """
-    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
-
-
-def _over_all_ranks(engine: Any, unit: RankUnit, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call DeepSpeed's `deepspeed_io` while the engine's `mpu` answers for the data of the job."""
-    with replaced(engine, mpu=_DataUnit(**vars(unit))):
-        return original(*args, **options)
+    block = partial(replaced, engine, mpu=_DataUnit(**vars(unit)))
+    patches.wrap(engine, "deepspeed_io", partial(_call_within, block))

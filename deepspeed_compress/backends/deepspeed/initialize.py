@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_compress.backends.deepspeed import division, seams
+from deepspeed_compress.backends.deepspeed import seams
 from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
 from deepspeed_compress.backends.deepspeed.attach import attach_section
 from deepspeed_compress.backends.deepspeed.division import (
@@ -18,18 +18,15 @@ from deepspeed_compress.backends.deepspeed.division import (
     divide_call,
     groups_restored_on_failure,
     make_divided,
-    make_islands,
-    make_nodes,
+    make_unit,
 )
 from deepspeed_compress.backends.deepspeed.engine_facts import has_optimizer
 from deepspeed_compress.backends.deepspeed.ownership import dealing
 from deepspeed_compress.backends.deepspeed.restarts import resume_newest
-from deepspeed_compress.backends.deepspeed.units import IslandUnit, RankUnit
+from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import copy_weights
 from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
-from deepspeed_compress.config import SECTION, CompressConfig, expand, parse_section, read_ds_config
-from deepspeed_compress.config.models import Parallelism
-from deepspeed_compress.config.problems import TENSOR
+from deepspeed_compress.config import SECTION, expand, parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.local_sgd.deepspeed.elastic import prepare_call
 
@@ -94,7 +91,11 @@ def _initialize(
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
     training_data = call.get("training_data")
-    unit, call = _divided(config, call)
+    unit = make_unit(config, call["config"])
+    if unit is not None:
+        call = divide_call(unit, call, call["config"])
+    elif config.islands is not None:
+        call = prepare_call(call)
     balanced = config.ownership == "balanced"
     if balanced:
         seams.check_version(deepspeed.__version__)
@@ -129,29 +130,6 @@ def _destroyed_on_failure(engine: Any) -> Iterator[None]:
         raise
 
 
-def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[RankUnit | None, dict[str, Any]]:
-    """Return this rank's part, if the job is divided into islands or nodes, and the call that makes its engine."""
-    unit = _make_unit(config, call["config"])
-    if unit is not None:
-        return unit, divide_call(unit, call, call["config"])
-    return None, call if config.islands is None else prepare_call(call)
-
-
-def _make_unit(config: CompressConfig, ds_config: Mapping[str, Any]) -> RankUnit | None:
-    """Return this rank's part if the section divides the job into islands or nodes; None otherwise. Collective."""
-    parallelism = config.parallelism or Parallelism()
-    in_job = config.islands is not None and config.islands.elastic is None
-    if not in_job and parallelism.shard_within is None:
-        return None
-    seams.check_version(deepspeed.__version__)
-    seams.check_seams(division.SEAMS, deepspeed.__version__)
-    tensor = TENSOR.effective(ds_config, parallelism)
-    if config.islands is not None:
-        return make_islands(config.islands, tensor)
-    assert parallelism.shard_within is not None
-    return make_nodes(parallelism.shard_within, tensor)
-
-
 def _with_data(result: Any, training_data: Any) -> Any:
     """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all ranks of the job."""
     engine, optimizer, loader, scheduler = result
@@ -174,7 +152,9 @@ def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], opt
     call = _bind(original, args, options)
     source = _configuration(call)
     ds_config = {} if source is None else read_ds_config(source)
-    if SECTION in ds_config and _makes_optimizer(call, ds_config):
+    # As `DeepSpeedEngine.optimizer_name` tells.
+    makes_optimizer = bool(call.get("optimizer")) or "type" in (ds_config.get("optimizer") or {})
+    if SECTION in ds_config and makes_optimizer:
         return _initialize(original, call, ds_config, wanted=has_optimizer)
     division = _division_of_shards(ds_config)
     if division is not None:
@@ -184,11 +164,6 @@ def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], opt
         check_division(result[0])
     warn_of_uncompressed(result[0], ds_config)
     return result
-
-
-def _makes_optimizer(call: Mapping[str, Any], ds_config: Mapping[str, Any]) -> bool:
-    """Return True if DeepSpeed makes an optimizer for the call: see `DeepSpeedEngine.optimizer_name`."""
-    return bool(call.get("optimizer")) or "type" in (ds_config.get("optimizer") or {})
 
 
 def _division_of_shards(ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -228,5 +203,5 @@ def zero_init_arguments(original: Callable[..., Any], args: tuple[Any, ...], opt
     if SECTION not in ds_config:
         return call
     config = parse_section(ds_config)
-    unit = _make_unit(config, expand(ds_config, config))
+    unit = make_unit(config, expand(ds_config, config))
     return call if unit is None else {**call, "data_parallel_group": unit.data}

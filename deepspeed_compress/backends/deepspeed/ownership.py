@@ -9,7 +9,6 @@ the order that the program gave (`ownership_files`), which is the order that pla
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -25,11 +24,8 @@ It remains after `detach`.
 """
 
 
-@dataclass
-class GivenOrder:
-    """Trained parameters of each group in the order that the program gave; empty if the order was not changed."""
-
-    groups: list[list[Any]] = field(default_factory=list)
+GivenOrder = list[list[Any]]
+"""Trained parameters of each group in the order that the program gave; empty if the order was not changed."""
 
 
 @contextmanager
@@ -38,14 +34,15 @@ def dealing(wanted: bool) -> Iterator[GivenOrder]:
 
     There is no instance yet whose attribute could be replaced, so the class's method is replaced within the block.
     """
-    given, original = GivenOrder(), DeepSpeedEngine._configure_zero_optimizer
+    given: GivenOrder = []
+    original = DeepSpeedEngine._configure_zero_optimizer
     if not wanted:
         yield given
         return
 
     def configure(engine: Any, optimizer: Any) -> Any:
         if engine.zero_optimization_stage() in (1, 2) and optimizer is not None:
-            given.groups = [_deal(group, engine.seq_data_parallel_group.size()) for group in optimizer.param_groups]
+            given[:] = [_deal(group, engine.seq_data_parallel_group.size()) for group in optimizer.param_groups]
         return original(engine, optimizer)
 
     DeepSpeedEngine._configure_zero_optimizer = configure
@@ -63,9 +60,8 @@ def check_ownership(engine: Any, config: CompressConfig) -> None:
     """
     if config.ownership == "balanced" and DEALT not in vars(engine):
         raise UnsupportedError(
-            '/deepspeed_compress/ownership is "balanced", but the optimizer of this engine '
-            f"({type(engine.optimizer).__name__}) was made without it (allowed: the optimizer of ZeRO 1 and 2, made by "
-            'deepspeed_compress.initialize, or after install); write "contiguous"'
+            f'/deepspeed_compress/ownership is "balanced", but {type(engine.optimizer).__name__} was made without it '
+            '(allowed: an optimizer of ZeRO 1 or 2, from initialize or after install); write "contiguous"'
         )
     if config.ownership == "balanced" and any(group.get("use_muon") for group in engine.optimizer.param_groups):
         raise UnsupportedError(

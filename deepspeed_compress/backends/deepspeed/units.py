@@ -25,6 +25,8 @@ class RankUnit:
 
     pointer: ClassVar[str]
     """JSON pointer of the settings that divide the job."""
+    parts: ClassVar[str]
+    """What the parts are called in messages."""
 
     ranks: tuple[int, ...]
     number: int
@@ -91,6 +93,7 @@ class IslandUnit(RankUnit):
     """This rank's island. Islands train by themselves, and exchange their weights now and then."""
 
     pointer: ClassVar[str] = "/deepspeed_compress/islands"
+    parts: ClassVar[str] = "islands"
 
 
 class NodeUnit(RankUnit):
@@ -100,6 +103,7 @@ class NodeUnit(RankUnit):
     """
 
     pointer: ClassVar[str] = "/deepspeed_compress/parallelism/shard_within"
+    parts: ClassVar[str] = "nodes"
 
 
 def deciding_group(engine: Any) -> ProcessGroup | None:

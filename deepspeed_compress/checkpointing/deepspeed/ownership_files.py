@@ -28,7 +28,7 @@ def keep_file_order(engine: Any, given: GivenOrder) -> None:
 
     This lasts for as long as the engine exists, even after `detach`, because its parameters stay where they are.
     """
-    if not given.groups:
+    if not given:
         return
     files, patches = _Files(engine, given), Patches()
     patches.replace(engine, DEALT, files)
@@ -43,8 +43,8 @@ class _Files:
     def __init__(self, engine: Any, given: GivenOrder) -> None:
         self._optimizer = engine.optimizer
         self._device = torch.device(engine.device)
-        self._names = [[engine.param_names[parameter] for parameter in group] for group in given.groups]
-        self._sizes = [_sizes(engine, group) for group in given.groups]
+        self._names = [[engine.param_names[parameter] for parameter in group] for group in given]
+        self._sizes = [_sizes(engine, group) for group in given]
         # Before 0.19.7, DeepSpeed divides with `/`, so they are whole numbers of type float.
         self._shares = [int(size) for size in self._optimizer.partition_size]
         held = [_sizes(engine, group) for group in self._optimizer.bit16_groups]
