@@ -1,6 +1,6 @@
 """Checks of an engine before anything is attached to it. What one rank refuses, all ranks refuse."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.backends.deepspeed import (
-    byte_counts,
-    node_gradients,
-    norms,
-    seams,
-    steps,
-)
+from deepspeed_compress.backends.deepspeed import byte_counts, node_gradients, norms, seams, steps
 from deepspeed_compress.backends.deepspeed.activations import experts, pipeline, sequence, tensor
 from deepspeed_compress.backends.deepspeed.activations.attach import refuse_idle_activations
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind
@@ -78,31 +72,9 @@ def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> No
     stage = _STAGES[engine_kind(engine)]
     refuse_unsupported(engine, config)
     refuse_idle_activations(engine, config)
-    watched = norms.SEAMS + steps.LOSS_SEAMS if config.guard is not None or config.adaptive is not None else ()
-    timed = steps.TIME_SEAMS if config.auto is not None else ()
-    in_nodes = node_unit(engine) is not None
-    copied = master_weights.SEAMS if in_nodes or config.islands is not None else ()
-    averaged = node_gradients.SEAMS if in_nodes else ()
-    seams.check_seams(
-        seams.STEP + stage.gradient_seams + byte_counts.SEAMS + watched + timed + copied + averaged,
-        deepspeed.__version__,
-    )
-    if config.activations is not None:
-        used = () if config.activations.experts is None else experts.SEAMS
-        seams.check_seams(tensor.SEAMS + pipeline.SEAMS + sequence.SEAMS + used, deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
-        seams.check_seams(stage.weight_seams, deepspeed.__version__)
-    _check_divided(engine, config, island)
-    check_ownership(engine, config)
-
-
-def _check_divided(engine: Any, config: CompressConfig, island: IslandUnit | None) -> None:
-    """Check that ranks were divided into islands or nodes before the engine was made, if the section says so.
-
-    Raises:
-        ConfigError: they were not.
-    """
+    seams.check_seams(_used_seams(stage, config, node_unit(engine) is not None), deepspeed.__version__)
     islands, parallelism = config.islands, config.parallelism
     missing: type[RankUnit] | None = None
     if islands is not None and islands.elastic is None and island is None:
@@ -114,3 +86,22 @@ def _check_divided(engine: Any, config: CompressConfig, island: IslandUnit | Non
             f"{missing.pointer} divides ranks before an engine is made, but this engine already exists: use "
             "deepspeed_compress.initialize or install, or remove the key"
         )
+    check_ownership(engine, config)
+
+
+def _used_seams(stage: _Stage, config: CompressConfig, in_nodes: bool) -> Iterator[seams.Seam]:
+    """Yield the seams that the section needs in an engine."""
+    yield from seams.STEP + stage.gradient_seams + byte_counts.SEAMS
+    if config.guard is not None or config.adaptive is not None:
+        yield from norms.SEAMS + steps.LOSS_SEAMS
+    if config.auto is not None:
+        yield from steps.TIME_SEAMS
+    if in_nodes or config.islands is not None:
+        yield from master_weights.SEAMS
+    if in_nodes:
+        yield from node_gradients.SEAMS
+    if config.activations is not None:
+        yield from tensor.SEAMS + pipeline.SEAMS + sequence.SEAMS
+        yield from () if config.activations.experts is None else experts.SEAMS
+    if config.weights.method != "none":
+        yield from stage.weight_seams

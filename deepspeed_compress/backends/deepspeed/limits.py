@@ -1,7 +1,6 @@
 """Checks that refuse, with the reason, an engine that cannot be compressed correctly."""
 
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -38,9 +37,8 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     """
     problems = [
         *_mismatches(engine, config),
-        *_momentum(engine, config),
-        *_unskippable(engine, config),
-        *_unsaved(config),
+        *(find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else ()),
+        *_too_old(engine, config),
         *_unsharded(engine),
         *_shared_layers(engine, config),
         *_experts(engine, config),
@@ -74,10 +72,6 @@ def _subclassed(engine: Any) -> bool:
     return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
 
 
-def _has_separate_gradients(engine: Any) -> bool:
-    return engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients
-
-
 def _divides_for_older_muon(engine: Any) -> bool:
     """Return True if Muon steps parts of matrices in a version of DeepSpeed that orthogonalizes while it reduces."""
     return _uses_muon(engine) and int(engine.zero_optimization_stage()) > 0 and not versions.orthogonalizes_in_step()
@@ -100,19 +94,10 @@ def _stops_in_backward(engine: Any) -> bool:
     return pipeline and not versions.runs_pipelines_without_zero()
 
 
-def _divides_second_copy(engine: Any) -> bool:
-    """Return True if hpZ, whose groups are consecutive ranks of the job, is used with islands or nodes of this job."""
-    return engine._config.zero_config.zero_hpz_partition_size > 1 and isinstance(engine.mpu, RankUnit)
-
-
-def _device_type(engine: Any) -> str:
-    return torch.device(engine.device).type
-
-
 _Limits = tuple[tuple[Callable[[Any], bool], str], ...]
 _LIMITS_OF_GRADIENTS: _Limits = (
     (
-        _has_separate_gradients,
+        lambda engine: engine_kind(engine) == "zero_12" and not engine.optimizer.contiguous_gradients,
         "zero_optimization.contiguous_gradients is false, with which gradients are in no flat bucket; write true",
     ),
     (
@@ -129,8 +114,8 @@ _LIMITS: _Limits = (
     ),
     (
         lambda engine: engine.has_moe_layers and shares_layers(engine),
-        "its mixture-of-experts layers are combined with pipeline, tensor or sequence parallelism, which is not "
-        "available in this version; use data and expert parallelism alone, or remove the section deepspeed_compress",
+        "mixture-of-experts layers with pipeline, tensor or sequence parallelism are not available in this version; "
+        "use data and expert parallelism alone, or remove the section deepspeed_compress",
     ),
     (
         _subclassed,
@@ -138,14 +123,13 @@ _LIMITS: _Limits = (
         "offload_optimizer.super_offload",
     ),
     (
-        lambda engine: _device_type(engine) not in FASTEST,
+        lambda engine: torch.device(engine.device).type not in FASTEST,
         f"it is on a device without kernels; available: {', '.join(FASTEST)}",
     ),
     (
         _scales_apart,
-        "torch_autocast in fp16 without ZeRO gives each pipeline stage and tensor-parallel rank a loss scale of its "
-        "own, so some may skip a step that others take; use ZeRO 1 to 3, or torch_autocast with "
-        '"dtype": "bfloat16"',
+        "torch_autocast in fp16 without ZeRO gives each stage and tensor-parallel rank its own loss scale, so some "
+        'may skip a step that others take; use ZeRO 1 to 3, or torch_autocast with "dtype": "bfloat16"',
     ),
     (
         _stops_in_backward,
@@ -165,7 +149,8 @@ _LIMITS: _Limits = (
         "ZeRO++ quantizes gradients itself; remove zero_optimization.zero_quantized_gradients",
     ),
     (
-        _divides_second_copy,
+        # hpZ divides consecutive ranks of the job.
+        lambda engine: engine._config.zero_config.zero_hpz_partition_size > 1 and isinstance(engine.mpu, RankUnit),
         "zero_optimization.zero_hpz_partition_size would gather weights across islands or nodes; remove it, or islands "
         "or shard_within",
     ),
@@ -183,12 +168,14 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
             f"/deepspeed_compress/parallelism/zero_stage is {asked.zero_stage}, but the engine was made with ZeRO "
             f"stage {stage}; use deepspeed_compress.initialize, or write {asked.zero_stage} as zero_optimization.stage"
         )
-    found_sizes = (("pipeline", asked.pipeline, stage_count(engine)), ("tensor", asked.tensor, tensor_size(engine)))
-    for key, wanted, found in found_sizes:
+    for key, wanted, found, remedy in (
+        ("pipeline", asked.pipeline, stage_count(engine), "pass a PipelineModule with that many stages"),
+        ("tensor", asked.tensor, tensor_size(engine), "use deepspeed_compress.initialize"),
+    ):
         if wanted != found and key in asked.model_fields_set:
             yield (
-                f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
-                f"{_HOW_TO_GET[key]}, or write {found}"
+                f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; {remedy}, "
+                f"or write {found}"
             )
 
 
@@ -198,18 +185,19 @@ def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
     The configuration file does not show them if `tp_model_init` was called, or a pipeline has a topology of its own.
     """
     elastic = None if config.islands is None else config.islands.elastic
-    if elastic is not None and tensor_size(engine) > 1 and isinstance(engine, PipelineEngine):
+    if elastic is None or tensor_size(engine) == 1:
+        return
+    if isinstance(engine, PipelineEngine):
         axes = engine.grid.topology().get_axis_names()
         if axes[-1] != "model":
             yield (
                 f"/deepspeed_compress/islands/elastic: the axes of the pipeline's topology are {axes} (allowed: model "
                 "last, so that consecutive ranks share layers); use PipeModelDataParallelTopology"
             )
-    if elastic is not None and elastic.parameter_server is not None and tensor_size(engine) > 1:
+    if elastic.parameter_server is not None:
         yield (
-            f"{tensor_size(engine)} ranks share each layer, and /deepspeed_compress/islands/elastic/parameter_server "
-            "knows one shape of each parameter (allowed with it: 1); train without tp_model_init, or write "
-            '"parameter_server": null'
+            "/deepspeed_compress/islands/elastic/parameter_server knows one shape of each parameter, but ranks share "
+            'layers (allowed: none); train without tp_model_init, or write "parameter_server": null'
         )
 
 
@@ -231,10 +219,6 @@ def _experts(engine: Any, config: CompressConfig) -> Iterator[str]:
         yield f"{pointer}gradients/hierarchy: {layers}, which are not averaged over all ranks of a node; remove the key"
 
 
-def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
-    return find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else iter(())
-
-
 def _unsharded(engine: Any) -> Iterator[str]:
     """Yield a problem if nodes should shard a model whose optimizer works with whole gradients."""
     unit = node_unit(engine)
@@ -250,25 +234,13 @@ def _unsharded(engine: Any) -> Iterator[str]:
         )
 
 
-def _unskippable(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """Yield a problem if the guard is to skip steps that this version of DeepSpeed would apply."""
+def _too_old(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield the settings of which the installed version of DeepSpeed is not capable."""
     own = engine_kind(engine) != "zero_0" or isinstance(engine.optimizer, BF16_Optimizer)
     if own and config.guard is not None and config.guard.skip_steps and not versions.skips_invalid_norms():
         yield (
             "/deepspeed_compress/guard/skip_steps is true, but the optimizers of DeepSpeed "
             f"{deepspeed.__version__} apply every step; install deepspeed>=0.19.8, or write false"
         )
-
-
-def _unsaved(config: CompressConfig) -> Iterator[str]:
-    """Yield a problem if checkpoints should be saved in the background, which this version of DeepSpeed cannot."""
     if config.checkpointing is not None and not versions.saves_without_copies():
         yield "/deepspeed_compress/checkpointing needs deepspeed>=0.18.4; install it, or remove the key"
-
-
-_HOW_TO_GET = MappingProxyType(
-    {
-        "pipeline": "pass a PipelineModule with that many stages",
-        "tensor": "use deepspeed_compress.initialize",
-    }
-)

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ def check_version(found: str) -> None:
         )
 
 
-def check_seams(seams: Sequence[Seam], found: str) -> None:
+def check_seams(seams: Iterable[Seam], found: str) -> None:
     """Check that every seam exists, with the expected parameters, in the installed DeepSpeed (version `found`).
 
     Raises:

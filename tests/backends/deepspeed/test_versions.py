@@ -94,10 +94,10 @@ def test_steps_are_only_skipped_if_the_optimizer_can(installed: None, problems: 
     optimizer = object.__new__(DeepSpeedZeroOptimizer)
     optimizer.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     engine = SimpleNamespace(optimizer=optimizer)
-    found = list(limits._unskippable(engine, CompressConfig(guard={})))
+    found = list(limits._too_old(engine, CompressConfig(guard={})))
     assert len(found) == problems
     assert all("skip_steps" in text and "deepspeed>=0.19.8" in text for text in found)
-    assert not list(limits._unskippable(engine, CompressConfig(guard={"skip_steps": False})))
+    assert not list(limits._too_old(engine, CompressConfig(guard={"skip_steps": False})))
 
 
 @pytest.mark.parametrize(("installed", "defers"), [("0.18.4", False), ("0.18.5", True)], indirect=["installed"])
@@ -124,7 +124,7 @@ def test_a_pipeline_without_zero_needs_a_newer_version(installed: None, zero: bo
 
 @pytest.mark.parametrize(("installed", "problems"), [("0.18.3", 1), ("0.18.4", 0)], indirect=["installed"])
 def test_background_checkpoints_need_a_newer_version(installed: None, problems: int) -> None:
-    found = list(limits._unsaved(CompressConfig(checkpointing={})))
+    found = list(limits._too_old(SimpleNamespace(optimizer=None), CompressConfig(checkpointing={})))
     assert len(found) == problems
     assert all("/checkpointing" in text and "deepspeed>=0.18.4" in text for text in found)
-    assert not list(limits._unsaved(CompressConfig()))
+    assert not list(limits._too_old(SimpleNamespace(optimizer=None), CompressConfig()))
