@@ -11,10 +11,10 @@ norms are noted anew from the means, and nodes agree on whether to skip the step
 alike.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,9 +28,8 @@ from deepspeed_compress.backends.deepspeed.gradients.early import reduces_now
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import NodeUnit
 from deepspeed_compress.backends.deepspeed.versions import is_compact, is_last_micro_batch, may_defer_reductions
-from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights
+from deepspeed_compress.backends.deepspeed.weights.master_weights import MasterSlice, find_master_weights, segments_of
 from deepspeed_compress.collectives.buckets import Partition, even_cut
-from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.session.patches import Patches
 
 SEAMS = (
@@ -76,9 +75,14 @@ class NodeGradients:
         self._engine, self._optimizer = engine, engine.optimizer
         self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
         self._slices = _find_slices(engine)
-        self._keys = _by_parameter(self._slices)
+        self._keys: dict[str, list[Key]] = defaultdict(list)
+        """Keys of the slices of each parameter."""
+        for key, one in self._slices.items():
+            self._keys[one.parameter].append(key)
         self.buckets = tuple(_make_buckets(self._slices))
-        self._partitions = {keys: self._cut(keys, unit.count) for keys in self.buckets}
+        self._partitions = {
+            keys: even_cut(list(segments_of(self._slices[key] for key in keys)), unit.count) for keys in self.buckets
+        }
         self._offloaded = OffloadedGradients(engine, unit, patches) if offloads_optimizer(engine) else None
         self._due: Mapping[Key, Tensor] | None = None
         """Gradients that the optimizer is about to step, by their slices; None before the step."""
@@ -95,14 +99,14 @@ class NodeGradients:
             self._offloaded.note_means()
 
     def _averaged(self) -> dict[Key, Tensor]:
-        groups = self._optimizer.averaged_gradients
-        return {
-            (number, start): tensor
-            for number, tensors in groups.items()
-            if tensors is not None
-            for start, tensor in _with_starts(tensors)
-            if (number, start) in self._slices
-        }
+        found = {}
+        for number, tensors in self._optimizer.averaged_gradients.items():
+            start = 0
+            for tensor in () if tensors is None else tensors:
+                if (number, start) in self._slices:
+                    found[number, start] = tensor
+                start += tensor.numel()
+        return found
 
     def find(self, keys: tuple[Key, ...]) -> Found | None:
         """Return the gradients of a bucket that were handed over, in order.
@@ -169,7 +173,7 @@ class NodeGradients:
 
     def _announce(self, parameters: Iterable[Any], complete: Callable[[Key], None]) -> None:
         for parameter in parameters:
-            for key in self._keys.get(self._engine.param_names[parameter], ()):
+            for key in self._keys[self._engine.param_names[parameter]]:
                 complete(key)
 
     def _reduced(self, group: int, one: MasterSlice) -> Tensor:
@@ -183,15 +187,6 @@ class NodeGradients:
             buffers = optimizer.averaged_gradients.get(group)
             return torch.zeros_like(one.values) if buffers is None else one.within(buffers.flat_partition)
         return _reduced_slice(optimizer, group, parameter, one)
-
-    def _cut(self, keys: tuple[Key, ...], nodes: int) -> Partition:
-        slices = [self._slices[key] for key in keys]
-        offsets = accumulate((one.numel for one in slices), initial=0)
-        segments = [
-            Segment(one.parameter, one.begin, one.numel, offset, 0)
-            for one, offset in zip(slices, offsets, strict=False)
-        ]
-        return even_cut(segments, nodes)
 
 
 def _reduced_slice(optimizer: Any, group: int, parameter: Any, one: MasterSlice) -> Tensor:
@@ -215,13 +210,6 @@ def _find_slices(engine: Any) -> dict[Key, MasterSlice]:
     return {(number[id(one.home)], one.offset): one for one in find_master_weights(engine).slices}
 
 
-def _by_parameter(slices: Mapping[Key, MasterSlice]) -> dict[str, list[Key]]:
-    found: dict[str, list[Key]] = {}
-    for key, one in slices.items():
-        found.setdefault(one.parameter, []).append(key)
-    return found
-
-
 def _make_buckets(slices: Mapping[Key, MasterSlice]) -> Iterator[tuple[Key, ...]]:
     largest = bucket_size(sum(one.numel for one in slices.values()))
     bucket: list[Key] = []
@@ -234,14 +222,6 @@ def _make_buckets(slices: Mapping[Key, MasterSlice]) -> Iterator[tuple[Key, ...]
         filled += one.numel
     if bucket:
         yield tuple(bucket)
-
-
-def _with_starts(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of `tensors`, which lie side by side in a flat buffer, after the place of its first element."""
-    start = 0
-    for tensor in tensors:
-        yield start, tensor
-        start += tensor.numel()
 
 
 def offloads_optimizer(engine: Any) -> bool:

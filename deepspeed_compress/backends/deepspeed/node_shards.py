@@ -11,7 +11,8 @@ on a stream of their own on GPU. They count only if they hold what the optimizer
 exchange takes place at the beginning of the step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -56,11 +57,21 @@ def equalize_weights(engine: Any, unit: NodeUnit) -> None:
 
 
 def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
-    """Let `engine` count batches, divide data and save as one job, and return what averages its gradients."""
+    """Let `engine` count batches, divide data and save as one job, and return what averages its gradients.
+
+    DeepSpeed's dynamic batching and curriculum ask for `data_parallel_group`, `set_train_batch_size` for
+    `dp_world_size`, and programs for both. Shards have groups of their own: `seq_data_parallel_group`, and
+    `dp_process_group` of the optimizer.
+    """
     patches = session.patches
     divide_data(engine, unit, patches)
-    _answer_for_job(engine, unit, patches)
-    if not _writes_model(engine, unit):
+    whole = dist.group.WORLD if unit.tensor == 1 else groups.get_data_parallel_group()
+    patches.replace(engine, "data_parallel_group", whole)
+    patches.replace(engine, "dp_world_size", unit.share_of_job[1])
+    # Not restored: a program may set another size, and the engine stays divided for as long as it exists.
+    engine._config.train_batch_size = engine.tput_timer.batch_size = unit.count * engine.train_batch_size()
+    in_first_of_host = int(engine.local_rank) < len(unit.ranks)
+    if not (in_first_of_host if engine.use_node_local_storage() else unit.number == 0):
         # All nodes hold the same model. Every rank still writes its own residuals.
         patches.replace(engine.checkpoint_engine, "save", _save_nothing)
     return NodeShards(engine, unit, session)
@@ -68,27 +79,6 @@ def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
 
 def _save_nothing(state_dict: Any, path: str) -> None:
     """Stand in for the `save` of DeepSpeed's checkpoint engine."""
-
-
-def _answer_for_job(engine: Any, unit: NodeUnit, patches: Patches) -> None:
-    """Let `engine` answer for all ranks of the job if it is asked which ranks share the data, and how large a batch is.
-
-    DeepSpeed's dynamic batching and curriculum ask for `data_parallel_group`, `set_train_batch_size` for
-    `dp_world_size`, and programs for both. Shards have groups of their own: `seq_data_parallel_group`, and
-    `dp_process_group` of the optimizer.
-    """
-    whole = dist.group.WORLD if unit.tensor == 1 else groups.get_data_parallel_group()
-    patches.replace(engine, "data_parallel_group", whole)
-    patches.replace(engine, "dp_world_size", unit.share_of_job[1])
-    # Not restored: a program may set another size, and the engine stays divided for as long as it exists.
-    engine._config.train_batch_size = engine.tput_timer.batch_size = unit.count * engine.train_batch_size()
-
-
-def _writes_model(engine: Any, unit: NodeUnit) -> bool:
-    """Return True if this rank's node writes the model: the first one, or the first one of each host."""
-    if engine.use_node_local_storage():
-        return int(engine.local_rank) < len(unit.ranks)
-    return unit.number == 0
 
 
 class NodeShards:
@@ -101,11 +91,17 @@ class NodeShards:
     """
 
     def __init__(self, engine: Any, unit: NodeUnit, session: Session) -> None:
-        self._engine, self._optimizer, self._unit, self._session = engine, engine.optimizer, unit, session
+        self._engine, self._unit, self._session = engine, unit, session
         self._gradients = NodeGradients(engine, unit, session.patches)
         self._early: EarlyReductions | None = None
-        self._stream = _reduction_stream(engine)
-        session.replace_reduction(self._overlap, _overlap_nothing)
+        self._stream: Any = None
+        """Stream of a GPU on which DeepSpeed reduces gradients inside the node; None for the current one."""
+        three = engine.zero_optimization_stage() == 3
+        if not get_accelerator().is_synchronized_device() and (three or engine.optimizer.overlap_comm):
+            optimizer = engine.optimizer
+            self._stream = optimizer.reduce_and_partition_stream if three else optimizer.reduction_stream
+        # Steps of DeepSpeed alone exchange uncompressed gradients, after backward.
+        session.replace_reduction(self._overlap, lambda patches: None)
 
     def _overlap(self, patches: Patches) -> None:
         """Begin to average buckets during backward."""
@@ -130,77 +126,52 @@ class NodeShards:
 
     def _exchange(self) -> None:
         """Average all buckets. Those that were sent during backward are only waited for."""
-        waiting: _Exchange | None = None
+        waiting: list[Callable[[], None]] = []
         for keys in self._gradients.buckets:
             found = self._gradients.find(keys)
-            if found is None:
-                continue
-            started = self._start(keys, found)
-            if waiting is not None:
-                waiting.finish()
-            waiting = started
-        if waiting is not None:
-            waiting.finish()
+            if found is not None:
+                waiting.append(self._start(keys, found))
+            if len(waiting) > 1:
+                waiting.pop(0)()
+        for finish in waiting:
+            finish()
 
-    def _start(self, keys: tuple[Key, ...], found: Found) -> "_Exchange":
-        """Begin to average a bucket, or go on with what began during backward."""
+    def _start(self, keys: tuple[Key, ...], found: Found) -> Callable[[], None]:
+        """Begin to average a bucket, or go on with what began during backward. Return what finishes this."""
         dtype, numel = found[0][0].dtype, sum(numel for _, numel in found)
+        meter = self._session.meter
         if self._session.alone:
-            return _Exchange(found, self._mean(self._flat(found)), None)
-        self._session.meter.count("bytes_uncompressed", ring_all_reduce(numel * dtype.itemsize, self._unit.count))
+            # Divided before it is sent in DeepSpeed's dtype for communication, because a sum may overflow fp16.
+            sent = self._flat(found).mul_(self._gradients.scale).to(self._engine.communication_data_type)
+            dist.all_reduce(sent, group=self._unit.peers)
+            meter.count_engine_reduction(ring_all_reduce(sent.nbytes, self._unit.count))
+            return partial(_finish, found, sent, None)
+        meter.count("bytes_uncompressed", ring_all_reduce(numel * dtype.itemsize, self._unit.count))
         begun: PendingMeans | None = None if self._early is None else self._early.take(dtype, dtype, keys)
         if begun is not None:
-            return _Exchange(found, begun.bucket, begun)
+            return partial(_finish, found, begun.bucket, begun)
         flat, gradients = self._flat(found), self._gradients
         pending = self._session.gradients.start_everywhere(flat, gradients.partition(keys), gradients.scale)
-        return _Exchange(found, flat, pending)
+        return partial(_finish, found, flat, pending)
 
     def _flat(self, found: Found) -> Tensor:
         return torch.cat([tensor.reshape(-1)[:numel] for tensor, numel in found]).to(self._engine.device)
 
-    def _mean(self, flat: Tensor) -> Tensor:
-        """Return the uncompressed mean of `flat`, sent in DeepSpeed's dtype for communication."""
-        # Divided first, because a sum may overflow fp16.
-        sent = flat.mul_(self._gradients.scale).to(self._engine.communication_data_type)
-        dist.all_reduce(sent, group=self._unit.peers)
-        self._session.meter.count_engine_reduction(ring_all_reduce(sent.nbytes, self._unit.count))
-        return sent
 
+def _finish(found: Found, flat: Tensor, pending: PendingMeans | None) -> None:
+    """Finish the exchange of one bucket: wait for the means, and copy them to the tensors.
 
-@dataclass(frozen=True)
-class _Exchange:
-    """Exchange of one bucket.
-
-    Attributes:
+    Args:
         found: the tensors that the bucket was copied from, and the number of elements of each.
         flat: the bucket.
         pending: the reduction that writes the means to `flat`; None if they are there.
     """
-
-    found: Found
-    flat: Tensor
-    pending: PendingMeans | None
-
-    def finish(self) -> None:
-        """Wait for the means, and copy them to the tensors."""
-        if self.pending is not None:
-            self.pending.finish(self.flat)
-        parts = torch.split(self.flat, [numel for _, numel in self.found])
-        for (tensor, numel), part in zip(self.found, parts, strict=True):
-            if numel == tensor.numel():
-                tensor.copy_(part.view(tensor.shape))
-            else:
-                # ZeRO 3 pads the last shard of a parameter, which is contiguous.
-                tensor.view(-1)[:numel].copy_(part)
-
-
-def _reduction_stream(engine: Any) -> Any:
-    """Return the stream of a GPU on which DeepSpeed reduces gradients inside the node; None for the current one."""
-    optimizer, three = engine.optimizer, engine.zero_optimization_stage() == 3
-    if get_accelerator().is_synchronized_device() or not (three or optimizer.overlap_comm):
-        return None
-    return optimizer.reduce_and_partition_stream if three else optimizer.reduction_stream
-
-
-def _overlap_nothing(patches: Patches) -> None:
-    """Leave steps to the uncompressed exchange, which begins after backward."""
+    if pending is not None:
+        pending.finish(flat)
+    parts = torch.split(flat, [numel for _, numel in found])
+    for (tensor, numel), part in zip(found, parts, strict=True):
+        if numel == tensor.numel():
+            tensor.copy_(part.view(tensor.shape))
+        else:
+            # ZeRO 3 pads the last shard of a parameter, which is contiguous.
+            tensor.view(-1)[:numel].copy_(part)

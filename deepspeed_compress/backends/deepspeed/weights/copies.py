@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed_compress.backends.deepspeed.units import RankUnit
-from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasterWeights, gather_again
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.errors import UnsupportedError
 
@@ -26,8 +26,7 @@ def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> No
     every = gather_objects(own)
     if len(set(every)) > len({place for place, _ in every}):
         raise UnsupportedError(
-            f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks than the key does, as "
-            "deepspeed.zero.Init does over the whole job (allowed: the same division); call "
+            f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks, as zero.Init does; call "
             "deepspeed_compress.install() before the model is made, make it outside of zero.Init, or remove the key"
         )
 
@@ -51,11 +50,7 @@ def copy_weights(parameters: Sequence[Parameter], device: torch.device, peers: P
     """
     common = [parameter for parameter in parameters if is_common(parameter)]
     copy_from_first([held_data(parameter) for parameter in common], device, peers)
-    # ZeRO 3 also keeps whole copies of small (persistent) parameters, which must be gathered again.
-    persistent: list[Any] = [parameter for parameter in common if getattr(parameter, "ds_persist", False)]
-    if persistent:
-        persistent[0].partition(persistent)
-        persistent[0].all_gather(persistent)
+    gather_again([parameter for parameter in common if getattr(parameter, "ds_persist", False)])
 
 
 def is_common(parameter: Parameter) -> bool:

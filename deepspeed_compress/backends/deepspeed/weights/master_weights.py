@@ -1,6 +1,6 @@
 """Access to the fp32 master weights that a rank steps under each ZeRO stage, and their publication to other ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import ModuleType
@@ -65,6 +65,14 @@ class MasterSlice:
         return replace(self, begin=first, offset=self.offset + first - self.begin, numel=max(0, last - first))
 
 
+def segments_of(slices: Iterable[MasterSlice]) -> Iterator[Segment]:
+    """Yield the segments of the flat vector that has the elements of `slices`, in order."""
+    offset = 0
+    for one in slices:
+        yield Segment(one.parameter, one.begin, one.numel, offset, 0)
+        offset += one.numel
+
+
 @dataclass(frozen=True)
 class FlatMasterWeights:
     """Master weights of this rank as one flat vector; see `MasterWeights`.
@@ -84,12 +92,7 @@ class FlatMasterWeights:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments of the flat vector, in order."""
-        found: list[Segment] = []
-        offset = 0
-        for one in self.slices:
-            found.append(Segment(one.parameter, one.begin, one.numel, offset, 0))
-            offset += one.numel
-        return tuple(found)
+        return tuple(segments_of(self.slices))
 
     @cached_property
     def _of(self) -> dict[str, list[MasterSlice]]:
@@ -218,10 +221,15 @@ def _publish_partitions(optimizer: Any) -> None:
     """Update the ZeRO 3 partitions and the gathered persistent parameters, as DeepSpeed's `step` does."""
     for number in range(len(optimizer.fp16_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    if optimizer.persistent_parameters:
+    gather_again(optimizer.persistent_parameters)
+
+
+def gather_again(persistent: list[Any]) -> None:
+    """Renew the whole copies of small parameters that ZeRO 3 keeps, from the shards."""
+    if persistent:
         # Gathering skips parameters that are available, so partition them first.
-        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
 
 
 def _without_zero(engine: Any) -> FlatMasterWeights:
