@@ -115,7 +115,7 @@ TABLE = {
     "backends.deepspeed.rollout": allow("config errors monitor session.patches", "torch", lazily="rollout"),
     "backends.deepspeed.restarts": allow("checkpointing collectives.objects launcher.heartbeat errors session"),
     "backends.deepspeed.steps": allow(
-        "backends.deepspeed checkpointing.deepspeed.checkpoint session", "torch deepspeed"
+        "backends.deepspeed checkpointing.deepspeed.checkpoint session", "torch deepspeed", lazily="rollout"
     ),
     "checkpointing.deepspeed": allow(
         "backends.deepspeed checkpointing collectives.objects collectives.reorder compression.state safe_files "

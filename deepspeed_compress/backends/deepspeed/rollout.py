@@ -1,5 +1,6 @@
 """Weights for rollout workers, which the steps of an engine publish."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,41 +14,14 @@ if TYPE_CHECKING:
     from deepspeed_compress.rollout import Published, Publisher, Store
 
 
-class RolloutSteps:
-    """Publication of an engine's weights before its first step, and after each step that was applied.
+def _log(journal: Journal, published: "Published") -> None:
+    """Log a version, whose keys docs/monitoring.md explains, in a file of the run, which rank 0 writes.
 
-    The initial weights are published late, because a program may load a checkpoint before its first step.
+    Versions that the program itself publishes belong to no step, and are left out.
     """
-
-    def __init__(self, publisher: "Publisher") -> None:
-        self._publisher = publisher
-
-    def before_step(self, step: int) -> None:
-        """Publish the weights after `step` steps, the first ones of this process, unless the program has done so."""
-        if not self._publisher.calls:
-            self._publisher.publish(step=step)
-
-    def step_ended(self, step: int, applied: bool) -> None:
-        """Publish the weights after `step` steps if the last one has changed them."""
-        if applied:
-            self._publisher.publish(step=step)
-
-
-class _VersionLog:
-    """Log of the versions that the steps of an engine publish, in a file of the run, which rank 0 writes."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def add(self, published: "Published") -> None:
-        """Add a version. Those that the program itself publishes belong to no step, and are left out."""
-        if published.step is not None and dist.get_rank() == 0:
-            self._journal.add(VERSIONS, _figures(published))
-
-
-def _figures(published: "Published") -> dict[str, float | None]:
-    """Return the line of a version, whose keys docs/monitoring.md explains."""
-    return {
+    if published.step is None or dist.get_rank() != 0:
+        return
+    figures = {
         "step": published.step,
         "rollout_version": published.version,
         "rollout_bytes": published.change_bytes,
@@ -59,10 +33,11 @@ def _figures(published: "Published") -> dict[str, float | None]:
         "rollout_age_ms": None if published.age is None else 1e3 * published.age,
         "rollout_lag": published.lag,
     }
+    journal.add(VERSIONS, figures)
 
 
-def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Patches) -> RolloutSteps:
-    """Make the publisher of `engine`, which becomes its attribute `rollout`. Collective.
+def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Patches) -> "Publisher":
+    """Make and return the publisher of `engine`, which becomes its attribute `rollout`. Collective.
 
     Raises:
         ConfigError: a package is not installed, or the directory or the address of the store cannot be used.
@@ -84,12 +59,12 @@ def attach_rollout(engine: Any, settings: Rollout, journal: Journal, patches: Pa
         settings.keep_full,
         settings.asynchronous,
         settings.lossy_bits,
-        _VersionLog(journal).add,
+        partial(_log, journal),
         adapters=settings.adapters,
     )
     patches.replace(engine, "rollout", publisher)
     patches.on_undo(publisher.wait)
-    return RolloutSteps(publisher)
+    return publisher
 
 
 def _open(directory: str) -> "Store":
@@ -99,7 +74,6 @@ def _open(directory: str) -> "Store":
         return open_store(directory)
     except (ConfigError, OSError) as error:
         raise ConfigError(
-            f"/deepspeed_compress/rollout/directory: {directory!r} cannot be used: {error} (allowed: a directory that "
-            'all ranks can write to, or the address of a server of a store; write "/shared/policy" or '
-            '"tcp://host:29500")'
+            f"/deepspeed_compress/rollout/directory: {directory!r} cannot be used: {error}; write a directory of all "
+            'ranks, such as "/shared/policy", or the address of a server of a store, such as "tcp://host:29500"'
         ) from error

@@ -4,20 +4,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_compress.backends.deepspeed.node_shards import NodeShards
 from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
-from deepspeed_compress.backends.deepspeed.rollout import RolloutSteps
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
 from deepspeed_compress.session.observer import Losses, StepWatch
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
+
+if TYPE_CHECKING:
+    from deepspeed_compress.rollout import Publisher
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
 LOSS_SEAMS = (Seam(_ENGINE + "backward"),)
@@ -96,7 +98,7 @@ class OptimizerStep:
     weight_bytes: Callable[[], int]
     stop_counting: Callable[[], None]
     nodes: NodeShards | None = None
-    rollout: RolloutSteps | None = None
+    rollout: "Publisher | None" = None
 
     def take(self, original: Callable[..., None], *args: Any) -> None:
         """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
@@ -109,8 +111,9 @@ class OptimizerStep:
         scale, skipped = loss_scale(engine), engine.skipped_steps
         if session.saving is not None:
             session.saving.before_step()
-        if self.rollout is not None:
-            self.rollout.before_step(engine.global_steps)
+        if self.rollout is not None and not self.rollout.calls:
+            # The first weights of this process. The program may have loaded a checkpoint before.
+            self.rollout.publish(step=engine.global_steps)
         if session.watch is not None:
             session.watch.start()
         if self.nodes is not None:
@@ -128,8 +131,8 @@ class OptimizerStep:
         if session.finish(done):
             load_last(engine)
         session.exchange_with_islands(engine.global_steps)
-        if self.rollout is not None:
-            self.rollout.step_ended(engine.global_steps, applied)
+        if self.rollout is not None and applied:
+            self.rollout.publish(step=engine.global_steps)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
         self.stop_counting()
