@@ -74,7 +74,8 @@ def tied_copies(engine: Any) -> frozenset[str]:
 
 def find_parameters(engine: Any) -> Parameters:
     """Return the model's parameters as reducers know them. Collective."""
-    shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
+    # Under ZeRO 3, this rank holds only a part of each parameter.
+    shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for one, name in engine.param_names.items()}
     user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
     # Each pipeline stage has a part of the model, so only all of them together show whether an override matches
     # nothing.
@@ -90,11 +91,6 @@ def find_parameters(engine: Any) -> Parameters:
         user_names=user_names,
         frozen=frozenset(engine.param_names.values()) - trained,
     )
-
-
-def _shape(parameter: Any) -> torch.Size:
-    """Return the shape of the whole parameter; under ZeRO 3, this rank holds only a part."""
-    return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
 def _trained(engine: Any) -> Iterator[Any]:

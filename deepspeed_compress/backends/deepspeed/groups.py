@@ -55,21 +55,19 @@ def expert_names(engine: Any) -> dict[str, list[str]]:
 
 def find_separate(engine: Any) -> list[SeparateParameters]:
     """Return the experts of `engine`, which are averaged over the ranks that hold the same ones. Collective."""
-    return [_experts(engine, group_name, names) for group_name, names in expert_names(engine).items()]
-
-
-def _experts(engine: Any, group_name: str, names: Sequence[str]) -> SeparateParameters:
-    group = engine.expert_data_parallel_group[group_name]
-    # Ranks of one expert-parallel group hold different experts, whose parameters have equal names.
-    owner = f"{group_name}_rank_{engine.expert_parallel_group[group_name].rank()}"
-    return SeparateParameters(owner, frozenset(names), Groups(group, downward=downward_group(_all_groups(group))))
+    found = []
+    for group_name, names in expert_names(engine).items():
+        group = engine.expert_data_parallel_group[group_name]
+        # Ranks of one expert-parallel group hold different experts, whose parameters have equal names.
+        owner = f"{group_name}_rank_{engine.expert_parallel_group[group_name].rank()}"
+        groups = Groups(group, downward=downward_group(_all_groups(group)))
+        found.append(SeparateParameters(owner, frozenset(names), groups))
+    return found
 
 
 def _all_groups(group: ProcessGroup) -> list[tuple[int, ...]]:
     """Return the global ranks of `group` and of the other ranks' groups, the same list on all ranks. Collective."""
-    mine = tuple(dist.get_process_group_ranks(group))
-    found = gather_objects(mine)
-    return sorted(set(found))
+    return sorted(set(gather_objects(tuple(dist.get_process_group_ranks(group)))))
 
 
 def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | None = None) -> Position:
@@ -104,8 +102,8 @@ def made_group(groups: Sequence[tuple[int, ...]], purpose: str | None = None) ->
 
     The group has `purpose` as its description.
     """
-    made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks, group_desc=purpose) for ranks in groups}
-    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+    made: list[ProcessGroup] = [dist.new_group(ranks, group_desc=purpose) for ranks in groups]
+    return next(group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks)
 
 
 def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:

@@ -7,8 +7,8 @@ is replaced.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -121,7 +121,10 @@ def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
 
     def _get_norm_groups(*args: Any, **options: Any) -> Any:
         groups = original(*args, **options)
-        norm = _combined(groups)
+        norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])
+        # DeepSpeed marks an invalid norm with -1.
+        invalid = (~torch.isfinite(norms) | (norms < 0)).any()
+        norm = torch.linalg.vector_norm(norms).masked_fill(invalid, math.inf)
         if not judge(norm):
             return groups
         scale.stays = math.isfinite(_true(norm, 1.0))
@@ -129,14 +132,6 @@ def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
 
     with replaced(engine.optimizer, _get_norm_groups=_get_norm_groups), scale.kept():
         yield
-
-
-def _combined(groups: Sequence[Any]) -> torch.Tensor:
-    """Return the L2 norm over the norms of parameter groups; inf if one is invalid, which DeepSpeed marks with -1."""
-    norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])
-    invalid = (~torch.isfinite(norms) | (norms < 0)).any()
-    combined: torch.Tensor = torch.linalg.vector_norm(norms).masked_fill(invalid, math.inf)
-    return combined
 
 
 class _Scale:
@@ -179,22 +174,15 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
 
     def step_if_wanted(*args: Any, **options: Any) -> Any:
         norm = _everywhere(norms[-1] if norms else _norm(engine), engine)
+        # torch's gradient scaler has divided the gradients by the loss scale, unless a fused optimizer is to do so.
+        remaining = vars(optimizer).get("grad_scale")
         # The engine reads `overflow` after the step, and counts a skipped step.
-        optimizer.overflow = judge(norm * loss_scale(engine) / _remaining_scale(optimizer))
+        optimizer.overflow = judge(norm * loss_scale(engine) / (1.0 if remaining is None else float(remaining)))
         return None if optimizer.overflow else step(*args, **options)
 
     counting = replaced(deepspeed_engine, clip_grad_norm_=clip_grad_norm_)
     with counting, replaced(optimizer, step=step_if_wanted, overflow=False):
         yield
-
-
-def _remaining_scale(optimizer: Any) -> float:
-    """Return the factor that gradients carry when `optimizer` steps.
-
-    torch's gradient scaler has divided them by the loss scale, unless a fused optimizer is to do so.
-    """
-    scale = vars(optimizer).get("grad_scale")
-    return 1.0 if scale is None else float(scale)
 
 
 def _norm(engine: Any) -> torch.Tensor:
@@ -209,19 +197,11 @@ def _everywhere(norm: Any, engine: Any) -> float:
     return float(value)
 
 
-@contextmanager
-def _scaled(engine: Any, judge: Judge) -> Iterator[None]:
-    """Watch nothing, for optimizers that scale the loss.
-
-    They check for overflows themselves, and hide the norm until the step is over.
-    """
-    yield
-
-
 _WATCHES: Mapping[str, Callable[[Any, Judge], AbstractContextManager[None]]] = {
     "zero_12": _zero_12,
     "zero_3": _zero_3,
     "bf16": _bf16,
     "plain": _plain,
-    "scaled": _scaled,
+    # Optimizers that scale the loss check for overflows themselves, and hide the norm until the step is over.
+    "scaled": lambda engine, judge: nullcontext(),
 }

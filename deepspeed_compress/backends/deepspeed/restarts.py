@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def attach_heartbeat(engine: Any, session: Session) -> None:
     directory = os.environ.get(AGENT)
     heartbeat = None if directory is None else HeartbeatWriter(Path(directory), engine.global_rank)
     if session.saving is not None:
-        session.saving.listen(_tell_nobody if heartbeat is None else heartbeat.saves)
+        session.saving.listen((lambda saves: None) if heartbeat is None else heartbeat.saves)
     if heartbeat is None:
         return
     if heartbeat.problem:
@@ -39,10 +40,6 @@ def attach_heartbeat(engine: Any, session: Session) -> None:
     session.patches.wrap(engine, "_take_model_step", partial(_step, engine, heartbeat))
     handle = engine.module.register_forward_pre_hook(lambda module, inputs: heartbeat.beat())
     session.patches.on_undo(handle.remove)
-
-
-def _tell_nobody(saves: bool) -> None:
-    """Do nothing, because no agent has started this rank."""
 
 
 def _step(engine: Any, heartbeat: HeartbeatWriter, take: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -70,23 +67,25 @@ def resume_newest(engine: Any, session: Session) -> None:
             )
             warnings.warn(text, CompressWarning, stacklevel=3)
     elif settings.resume or (settings.resume is None and again):
-        path, client_state = _load_newest(engine, session.saving, settings.directory)
-        if path is not None and started and engine.global_rank == 0:
-            print(
-                _continuing(Path(path), Path(settings.directory), int(engine.global_steps)), file=sys.stderr, flush=True
-            )
-        if path is not None:
-            session.training_resumed(client_state or {})
-    elif settings.resume is None and started:
-        _refuse_others(Path(settings.directory))
+        _resume(engine, session, session.saving, settings.directory)
+    elif settings.resume is None and started and of_first((Path(settings.directory) / LATEST).exists()):
+        raise ConfigError(
+            f"/deepspeed_compress/checkpointing/directory: {settings.directory} already has checkpoints, and this job "
+            'would continue from them after a restart; write a directory without any, or "resume": true'
+        )
 
 
-def _load_newest(engine: Any, saving: BackgroundCheckpoints, directory: str) -> Any:
-    """Return what `load_checkpoint` returns."""
-    if not engine.load_universal_checkpoint():
-        return engine.load_checkpoint(directory)
-    with universal_if_newest(engine, Path(directory), saving.newest_step(directory)):
-        return engine.load_checkpoint(directory)
+def _resume(engine: Any, session: Session, saving: BackgroundCheckpoints, directory: str) -> None:
+    newest: AbstractContextManager[Any] = nullcontext()
+    if engine.load_universal_checkpoint():
+        newest = universal_if_newest(engine, Path(directory), saving.newest_step(directory))
+    with newest:
+        path, client_state = engine.load_checkpoint(directory)
+    if path is None:
+        return
+    if AGENT in os.environ and engine.global_rank == 0:
+        print(_continuing(Path(path), Path(directory), int(engine.global_steps)), file=sys.stderr, flush=True)
+    session.training_resumed(client_state or {})
 
 
 def _continuing(path: Path, directory: Path, steps: int) -> str:
@@ -97,13 +96,3 @@ def _continuing(path: Path, directory: Path, steps: int) -> str:
     # In the memory of hosts there are only checkpoints of `every`, whose tags have one part.
     tag = place.relative_to(directory).as_posix() if place.is_relative_to(directory) else place.name
     return f"ds-compress: continuing from {tag} ({repeated} steps repeated)"
-
-
-def _refuse_others(directory: Path) -> None:
-    """Refuse a directory with checkpoints of another job: this job would continue from them after a restart."""
-    if of_first((directory / LATEST).exists()):
-        raise ConfigError(
-            f"/deepspeed_compress/checkpointing/directory: {directory} already has checkpoints, and this job would "
-            'continue from them after a restart (allowed: a directory without checkpoints, or "resume": '
-            "true); write one of the two"
-        )
