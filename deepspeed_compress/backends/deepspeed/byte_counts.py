@@ -7,9 +7,9 @@ replaced by ones that count messages to the groups of the running engine. They c
 to the end of the optimizer step, so evaluations and checkpoints are excluded.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_compress.backends.activations.messages import AllToAllCall
 from deepspeed_compress.backends.deepspeed.activations.experts import find_expert_layers
-from deepspeed_compress.backends.deepspeed.engine_facts import tensor_size
+from deepspeed_compress.backends.deepspeed.engine_facts import stage_count, tensor_size
 from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.monitor import KINDS, Meter, ring_all_gather, ring_all_reduce
@@ -89,12 +89,7 @@ class _ByteAccount:
     """
 
     meter: Meter
-    fields: Mapping[str, str]
-
-    def add(self, group: str | None, size: Callable[[], int]) -> None:
-        name = None if group is None else self.fields.get(group)
-        if name is not None:
-            self.meter.count(name, size())
+    fields: Mapping[str | None, str]
 
 
 @dataclass
@@ -112,11 +107,13 @@ class _TrafficCounter:
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def counted(self, method: Callable[..., Any], sent: Callable[..., _Sent]) -> Callable[..., Any]:
-        @functools.wraps(method)
+        @wraps(method)
         def counted(*args: Any, **options: Any) -> Any:
             # Checked first, because a compiled graph must not depend on counters.
             if not torch.compiler.is_compiling() and self.account is not None:
-                self.account.add(*sent(*args, **options))
+                group, size = sent(*args, **options)
+                if group in self.account.fields:
+                    self.account.meter.count(self.account.fields[group], size())
             return method(*args, **options)
 
         return counted
@@ -159,16 +156,11 @@ def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], 
     if not account.fields:
         return lambda: None
     backend, listener = comm.cdb, _join(comm.cdb)
-
-    def run() -> None:
-        listener.account = account
-
-    def rest() -> None:
-        listener.account = None
+    run, rest = partial(setattr, listener, "account", account), partial(setattr, listener, "account", None)
 
     def begin(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            listener.account = account if torch.is_grad_enabled() else None
+            (run if torch.is_grad_enabled() else rest)()
 
     handle = engine.module.register_forward_pre_hook(begin)
     patches.end_with(engine, _leave, backend, listener, account, handle)
@@ -179,10 +171,12 @@ def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], 
     return rest
 
 
-def _fields(engine: Any) -> dict[str, str]:
+def _fields(engine: Any) -> dict[str | None, str]:
     """Return the fields of the meter, by the names of the groups that they count."""
     layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
-    fields = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
+    fields: dict[str | None, str] = {
+        layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1
+    }
     fields |= {f"{_ALL_TO_ALL}{layer.ep_group.group_name}": "bytes_experts" for layer in find_expert_layers(engine)}
     if engine.sequence_parallel_size > 1:
         fields[f"{_ALL_TO_ALL}{engine.seq_parallel_group.group_name}"] = "bytes_sequence"
@@ -202,13 +196,17 @@ def make_byte_report(engine: Any) -> ByteReport:
     collective within each island.
     """
     whole = engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else dist.group.WORLD
-    first, split = engine.global_rank == 0, tensor_size(engine) > 1
-    stages, spread = isinstance(engine, PipelineEngine) and engine.num_stages > 1, bool(find_expert_layers(engine))
-    divided = split or stages or spread
+    split, spread = tensor_size(engine) > 1, bool(find_expert_layers(engine))
+    divided = split or spread or stage_count(engine) > 1
 
     def report(sizes: Sizes) -> tuple[int, Sizes] | None:
-        tables = _tables(sizes, engine.device, whole) if divided else [sizes]
-        if not first:
+        tables = [sizes]
+        if divided:
+            mine = torch.tensor(list(sizes.values()), device=engine.device)
+            every = [torch.empty_like(mine) for _ in range(dist.get_world_size(whole))]
+            dist.all_gather(every, mine, group=whole)
+            tables = [dict(zip(sizes, row, strict=True)) for row in torch.stack(every).tolist()]
+        if engine.global_rank != 0:
             return None
         rank, found = max(enumerate(tables), key=lambda entry: sum(entry[1][kind] for kind in KINDS))
         # Traffic inside a compiled graph cannot be counted.
@@ -216,11 +214,3 @@ def make_byte_report(engine: Any) -> ByteReport:
         return rank, {**found, **{kind: None for kind, sent in inside.items() if sent}}
 
     return report
-
-
-def _tables(sizes: Sizes, device: Any, group: Any) -> list[Sizes]:
-    """Return `sizes` of every rank of `group`. Collective."""
-    mine = torch.tensor(list(sizes.values()), device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [dict(zip(sizes, row, strict=True)) for row in torch.stack(every).tolist()]

@@ -343,8 +343,10 @@ class EarlyReductions:
         """Finish the pending reductions of `step`, drop their results, and roll back the residuals."""
         self._send_all_back(step)
         for flat, pending in step.sent.values():
-            nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
-            pending.finish(nothing)
+            if isinstance(pending, PendingMeans):
+                pending.finish(flat)
+            else:
+                pending.finish(torch.zeros(sum(segment.numel for segment in pending.own)))
         step.sent.clear()
         self._session.gradients.forget_step()
 
@@ -367,10 +369,6 @@ def reduces_now(engine: Any) -> bool:
     """Return True if `engine` is in a backward pass that reduces if it is at an accumulation boundary."""
     reduces = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
     return bool(engine._running_engine_backward and reduces)
-
-
-def _numel(pending: Pending) -> int:
-    return sum(segment.numel for segment in pending.own)
 
 
 def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> Tensor:

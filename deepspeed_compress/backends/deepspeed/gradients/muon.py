@@ -12,7 +12,6 @@ momentum of whole matrices, and their updates. That needs no help, but it must b
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,12 +30,8 @@ SliceOf = Callable[[Segment], Tensor]
 """Function that returns the elements of a segment, as a flat view of the gradient that DeepSpeed reads."""
 
 
-@dataclass(frozen=True)
-class _Routes:
-    """Segments that this rank sends to each rank, and receives from each; empty for this rank itself."""
-
-    outgoing: tuple[tuple[Segment, ...], ...]
-    incoming: tuple[tuple[Segment, ...], ...]
+_Routes = tuple[list[list[Segment]], list[list[Segment]]]
+"""Segments that this rank sends to each rank, and receives from each; empty for this rank itself."""
 
 
 class SplitMatrices:
@@ -66,14 +61,20 @@ class SplitMatrices:
         routes = self._routes(partition)
         if routes is None:
             return
-        outgoing = [self._message([slice_of(part) for part in parts]) for parts in routes.outgoing]
-        places = [[slice_of(part) for part in parts] for parts in routes.incoming]
+        meter, pace, nothing = self._session.meter, self._session.run.pace, self._empty(0)
+        sent, places = ([[slice_of(part) for part in parts] for parts in each] for each in routes)
+        outgoing = [torch.cat([nothing, *(part.contiguous().view(torch.uint8) for part in parts)]) for parts in sent]
         incoming = [self._empty(sum(place.nbytes for place in some)) for some in places]
-        self._count(sum(message.nbytes for message in outgoing))
-        with self._session.meter.phase("communicate", self._device):
+        size = sum(message.nbytes for message in outgoing)
+        meter.count("bytes_sent", size)
+        meter.count("bytes_raw", size)
+        if pace is not None:
+            pace.wait(size)
+        with meter.phase("communicate", self._device):
             exchange(self._group, outgoing, incoming)
         for some, message in zip(places, incoming, strict=True):
-            _unpack(message, some)
+            for place, part in zip(some, torch.split(message, [place.nbytes for place in some]), strict=True):
+                place.copy_(part.view(place.dtype))
 
     def _find_routes(self, partition: Partition) -> _Routes | None:
         """Return the routes of a bucket; None if it has no split matrix, which all ranks see alike."""
@@ -87,26 +88,15 @@ class SplitMatrices:
         parts = [part for part in partition.segments if part.parameter in split]
         rank, ranks = self._group.rank(), range(self._group.size())
 
-        def sent(source: int, target: int) -> tuple[Segment, ...]:
+        def sent(source: int, target: int) -> list[Segment]:
             if source == target:
-                return ()
-            return tuple(part for part in parts if part.owner == source and target in split[part.parameter])
+                return []
+            return [part for part in parts if part.owner == source and target in split[part.parameter]]
 
-        return _Routes(tuple(sent(rank, one) for one in ranks), tuple(sent(one, rank) for one in ranks))
-
-    def _message(self, slices: Sequence[Tensor]) -> Tensor:
-        """Return the bytes of `slices`, in order."""
-        return torch.cat([one.contiguous().view(torch.uint8) for one in slices]) if slices else self._empty(0)
+        return [sent(rank, one) for one in ranks], [sent(one, rank) for one in ranks]
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def _count(self, size: int) -> None:
-        meter, pace = self._session.meter, self._session.run.pace
-        meter.count("bytes_sent", size)
-        meter.count("bytes_raw", size)
-        if pace is not None:
-            pace.wait(size)
 
 
 def _matrices(optimizer: Any) -> Iterator[str]:
@@ -114,13 +104,6 @@ def _matrices(optimizer: Any) -> Iterator[str]:
     for group, parameters in zip(optimizer.optimizer.param_groups, optimizer.bit16_groups, strict=True):
         if group.get("use_muon", False):
             yield from (optimizer.param_names[parameter] for parameter in parameters)
-
-
-def _unpack(message: Tensor, places: Sequence[Tensor]) -> None:
-    """Copy the bytes of `message` into `places`, in order."""
-    parts = torch.split(message, [place.nbytes for place in places])
-    for place, part in zip(places, parts, strict=True):
-        place.copy_(part.view(place.dtype))
 
 
 def count_gathers(optimizer: Any, session: Session, method: str) -> None:
@@ -143,13 +126,11 @@ def _gathered(meter: Meter, size_of: Callable[..., int], gather: Any, *args: Any
     return gather(*args, **options)
 
 
-def _all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> int:
+def _all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, *_: Any, **__: Any) -> int:
     return ring_all_gather(len(tensor_list) * tensor.nbytes, len(tensor_list))
 
 
-def _all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-) -> int:
+def _all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> int:
     return ring_all_gather(output_tensor.nbytes, output_tensor.numel() // input_tensor.numel())
 
 
