@@ -25,6 +25,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from deepspeed_compress.backends.activations.hooks import is_compiled
 from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.patches import Patches
@@ -55,25 +56,15 @@ class ArrivingWeights:
         # Groups of one rank, as those of experts may be, are not sent.
         sent = [(group, gather) for group, gather in enumerate(gathers) if gather.group.size() > 1]
         rounds = {name: (group, last) for group, gather in sent for name, last in gather.last_rounds().items()}
-        self._reads = _Reads(_by_parameter(self._module, engine.param_names, rounds), self._wait)
+        # Frozen parameters are in no optimizer, so they are never sent.
+        arrival = {id(parameter): rounds[name] for parameter, name in engine.param_names.items() if name in rounds}
+        self._reads = _Reads({identity: (last,) for identity, last in arrival.items()}, self._wait)
         self._forward_runs = False
-        for module in engine.module.modules():
-            needs = _needs(module, engine.param_names, rounds)
-            for handle in self._hooks(module, needs):
-                patches.on_undo(handle.remove)
-        # Registered after the hooks of the modules, so that `prepend` puts this one first.
-        ours = (
-            self._module.register_forward_pre_hook(_uncompiled(self._begin_forward), prepend=True),
-            self._module.register_forward_hook(_uncompiled(self._end_forward), always_call=True),
-        )
-        for handle in ours:
+        for handle in self._hooks(arrival):
             patches.on_undo(handle.remove)
-        for owner, name in (
-            (engine, "offload_states"),
-            (engine, "destroy"),
-            (engine.optimizer, "refresh_fp32_params"),
-        ):
-            patches.precede(owner, name, self.finish)
+        patches.precede(engine, "offload_states", self.finish)
+        patches.precede(engine, "destroy", self.finish)
+        patches.precede(engine.optimizer, "refresh_fp32_params", self.finish)
         patches.on_undo(self.finish)
 
     def begin(self, buffers: Iterable[tuple[int, DifferenceGather, Tensor, Tensor]]) -> None:
@@ -105,11 +96,17 @@ class ArrivingWeights:
                 memo[id(parameter)].data.copy_(parameter.data)
         return self
 
-    def _hooks(self, module: nn.Module, needs: _Needs) -> Iterator[Any]:
-        if needs:
-            yield module.register_forward_pre_hook(_uncompiled(partial(self._before_forward, needs)), prepend=True)
-        yield module.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
-        yield module.register_load_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
+    def _hooks(self, arrival: Mapping[int, tuple[int, int]]) -> Iterator[Any]:
+        """Register the hooks of all modules, and yield their handles."""
+        for module in self._module.modules():
+            needs = _needs(module, arrival)
+            if needs:
+                yield module.register_forward_pre_hook(_uncompiled(partial(self._before_forward, needs)), prepend=True)
+            yield module.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
+            yield module.register_load_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
+        # Registered after the hooks of the modules, so that `prepend` puts this one first.
+        yield self._module.register_forward_pre_hook(_uncompiled(self._begin_forward), prepend=True)
+        yield self._module.register_forward_hook(_uncompiled(self._end_forward), always_call=True)
 
     def _before_forward(self, needs: _Needs, module: nn.Module, inputs: Any) -> None:
         if self._under_way and not self._forward_runs:
@@ -132,7 +129,7 @@ class ArrivingWeights:
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._under_way or self._forward_runs:
             return
-        if any(map(_is_compiled, module.modules())):
+        if any(isinstance(one, torch.jit.ScriptModule) or is_compiled(one) for one in module.modules()):
             # Reads in compiled code cannot be intercepted.
             self.finish()
             return
@@ -177,26 +174,13 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _by_parameter(
-    module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]
-) -> dict[int, _Needs]:
-    known = {id(parameter): names[parameter] for parameter in module.parameters() if parameter in names}
-    return {identity: (rounds[name],) for identity, name in known.items() if name in rounds}
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # `_orig_mod` identifies torch._dynamo.OptimizedModule, which takes seconds to import.
-    scripted = isinstance(module, torch.jit.ScriptModule)
-    return scripted or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
-def _needs(module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]) -> _Needs:
+def _needs(module: nn.Module, arrival: Mapping[int, tuple[int, int]]) -> _Needs:
+    """Return what must arrive before `module` runs, from the group and round of each parameter, by its `id`."""
     layered = any(isinstance(part, _LISTS) for part in module.modules())
     found: dict[int, int] = {}
     for parameter in module.parameters(recurse=not layered):
-        # Frozen parameters are in no optimizer, so they are never sent.
-        if parameter in names and names[parameter] in rounds:
-            group, last = rounds[names[parameter]]
+        if id(parameter) in arrival:
+            group, last = arrival[id(parameter)]
             found[group] = max(last, found.get(group, 0))
     return tuple(found.items())
 

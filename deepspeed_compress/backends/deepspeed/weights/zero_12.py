@@ -40,9 +40,8 @@ def check_weights(engine: Any) -> None:
     """
     if type(engine.optimizer) not in FLAT_BUFFERS:
         raise UnsupportedError(
-            f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
-            "weights itself, so none are sent; remove the key, or use zero_optimization.stage 1, 2 or 3 (stage 1 with "
-            "bf16 and data_types.grad_accum_dtype fp32 needs deepspeed>=0.18.5)"
+            f"/deepspeed_compress/weights has no effect: {type(engine.optimizer).__name__} sends none; remove the key, "
+            "or use ZeRO 1, 2 or 3 (1 with bf16 and data_types.grad_accum_dtype fp32 needs deepspeed>=0.18.5)"
         )
 
 

@@ -15,7 +15,6 @@ rounded, it would depend on the age of the engine.
 """
 
 import warnings
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -74,9 +73,8 @@ def _warn_of_persistent(engine: Any) -> None:
     """Warn, on rank 0, that no weights are compressed."""
     threshold = engine._config.zero_config.param_persistence_threshold
     text = (
-        "/deepspeed_compress/weights has no effect, because ZeRO 3 keeps all parameters of up to "
-        f"stage3_param_persistence_threshold: {threshold} elements on every rank, and gathers them exactly (allowed: a "
-        "threshold below the size of the largest parameter); write 0, or remove the key"
+        "/deepspeed_compress/weights has no effect: every rank keeps all parameters of up to "
+        f"stage3_param_persistence_threshold: {threshold} elements, gathered exactly; write 0, or remove the key"
     )
     if engine.global_rank == 0:
         warnings.warn(text, CompressWarning, stacklevel=4)
@@ -84,33 +82,19 @@ def _warn_of_persistent(engine: Any) -> None:
 
 def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) -> None:
     """Compress the weights that forward and backward gather, except in dense steps."""
-    check_weights_3(engine)
     gathers, patches = _Gathers(engine, weights, session), session.patches
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     patches.wrap(coordinator, "fetch_sub_module", gathers.fetch)
     patches.precede(engine.optimizer, "partition_grads", gathers.note_reduction)
     if not _PREFETCH_KEYS & engine.config.get("zero_optimization", {}).keys():
-        patches.replace(coordinator, _PREFETCH, _prefetch_size(engine, coordinator))
+        # DeepSpeed's default of 50 million would put most models into one message, for which the second layer would
+        # wait. After `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
+        numel = sum(parameter.ds_numel for parameter in engine.module.parameters())
+        patches.replace(coordinator, _PREFETCH, min(vars(coordinator)[_PREFETCH], bucket_size(numel)))
     for parameter in engine.module.parameters():
         # `counted` counts the bytes that DeepSpeed sends and wraps DeepSpeed's own method.
         counted = parameter.all_gather_coalesced
         patches.replace(parameter, "all_gather_coalesced", partial(gathers.gather, counted, counted.__wrapped__))
-
-
-def _prefetch_size(engine: Any, coordinator: Any) -> int:
-    """Return the number of elements to prefetch at once.
-
-    DeepSpeed's default of 50 million would put most models into one message, for which the second layer would wait.
-    After `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
-
-    Raises:
-        SeamError: this DeepSpeed has no such setting.
-    """
-    theirs: int | None = vars(coordinator).get(_PREFETCH)
-    if theirs is None:
-        raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
-    numel = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    return min(theirs, bucket_size(numel))
 
 
 class _Gathers:
@@ -151,14 +135,10 @@ class _Gathers:
         if not rounded:
             return counted(exact, *args, **options)
         first = [counted(exact, *args, **options)] if exact else []
-        last = self._gather_rounded(original, rounded, *args, **options)
-        return MultipleAllGatherHandles([*first, last]) if first else last
-
-    def _gather_rounded(self, original: Any, params: Sequence[Any], *args: Any, **options: Any) -> Any:
-        """Run DeepSpeed's `all_gather_coalesced` with `_start` as its collective."""
-        waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
+        waiting = {parameter.ds_id: parameter for parameter in sorted(rounded, key=lambda one: one.ds_id)}
         with replaced(partition_parameters, _dist_allgather_fn=partial(self._start, waiting)):
-            return original(list(waiting.values()), *args, **options)
+            last = original(list(waiting.values()), *args, **options)
+        return MultipleAllGatherHandles([*first, last]) if first else last
 
     @torch.no_grad()
     def _start(
@@ -181,19 +161,11 @@ class _Gathers:
         mine = output_tensor[rank * share : (rank + 1) * share]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        _clear_padding(mine, parameters, rank)
+        for part, parameter in zip(torch.split(mine, [numel for _, numel in sizes]), parameters, strict=True):
+            # DeepSpeed never writes the padding of last shares, and it would spoil the scale of quantization blocks.
+            part[max(0, parameter.ds_numel - rank * part.numel()) :].zero_()
         partition = partition_by_owners(tuple(sizes), group.size())
         return self._reducer(group, output_tensor.dtype).start_all_gather(output_tensor, partition)
-
-
-def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None:
-    """Set the padding of the last shares to zero.
-
-    DeepSpeed never writes it, and arbitrary values would spoil the scale of their quantization blocks.
-    """
-    sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
-    for share, parameter in zip(torch.split(shares, sizes), parameters, strict=True):
-        share[max(0, parameter.ds_numel - rank * share.numel()) :].zero_()
 
 
 def _take(waiting: dict[int, Any], share: int, dtype: torch.dtype, group: ProcessGroup) -> list[Any]:
