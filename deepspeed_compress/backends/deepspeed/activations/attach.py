@@ -39,9 +39,10 @@ def measure_activations(engine: Any, activations: Activations, session: Session)
 
     Collective; waits for the GPU.
     """
-    measured = measure_kinds(
-        activations, _groups(engine, activations), _message_dtype(engine), torch.device(engine.device)
-    )
+    # Most messages have the type of DeepSpeed's autocast if it is on, else that of the parameters.
+    autocast = engine.torch_autocast_enabled()
+    dtype = engine.torch_autocast_dtype() if autocast else next(engine.module.parameters()).dtype
+    measured = measure_kinds(activations, _groups(engine, activations), dtype, torch.device(engine.device))
     for one in measured:
         if not one.pays:
             session.record(one.event(engine.global_steps))
@@ -60,14 +61,6 @@ def _groups(engine: Any, activations: Activations) -> dict[Kind, ProcessGroup]:
     if activations.sequence is not None:
         groups["sequence"] = engine.seq_parallel_group
     return groups
-
-
-def _message_dtype(engine: Any) -> torch.dtype:
-    """Return the type of most messages: that of DeepSpeed's autocast if it is on, else that of the parameters."""
-    found: torch.dtype = next(engine.module.parameters()).dtype
-    if engine.torch_autocast_enabled():
-        found = engine.torch_autocast_dtype()
-    return found
 
 
 _PLACE = "/deepspeed_compress/activations/"

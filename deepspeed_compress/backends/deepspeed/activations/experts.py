@@ -5,7 +5,7 @@ back (combine). DeepSpeed's layers look their autograd function for that up in t
 the forward pass of a layer runs. Counts of tokens do not pass through this function, and stay exact.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,9 +29,6 @@ SEAMS = (
     Seam(_AUTO_EP + "_AllToAllV.forward", "ctx group x input_splits output_splits", since="0.19.2"),
 )
 
-_Legs = tuple[Leg | None, Leg | None]
-"""Dispatch and combine. None is exact."""
-
 
 def find_expert_layers(engine: Any) -> list[Any]:
     """Return the layers of `engine` whose experts are spread over ranks."""
@@ -46,19 +43,11 @@ def attach_experts(engine: Any, settings: ExpertActivations, meter: Meter, patch
     hooks: list[Attached] = []
     detach_with_engine(engine, hooks, patches)
     compiled = forbid_compiling(engine, "/deepspeed_compress/activations/experts", "exchanges", patches)
-    hooks += _take_over(engine, settings, meter, compiled)
-
-
-def _take_over(engine: Any, settings: ExpertActivations, meter: Meter, compiled: CompiledCalls) -> Iterator[Attached]:
     training = TrainingPass(engine.module)
-    yield training
-    dispatch, combine = (
-        None if leg is None else make_leg(leg.bits, meter) for leg in (settings.dispatch, settings.combine)
-    )
+    hooks.append(training)
+    legs = [None if leg is None else make_leg(leg.bits, meter) for leg in (settings.dispatch, settings.combine)]
     for layer in find_expert_layers(engine):
-        hooks = _ExpertHooks(layer, (dispatch, combine), training, compiled)
-        hooks.attach(layer)
-        yield hooks
+        hooks.append(_ExpertHooks(layer, legs, training, compiled))
 
 
 class _Exchanges:
@@ -84,15 +73,19 @@ class _Exchanges:
 
 
 class _ExpertHooks(LayerHooks):
-    """Hooks around the forward pass of one layer of experts, which replace its exchanges in training."""
+    """Hooks around the forward pass of one layer of experts, which replace its exchanges in training.
 
-    def __init__(self, layer: Any, legs: _Legs, training: TrainingPass, compiled: CompiledCalls) -> None:
+    `legs` are dispatch and combine. None is exact.
+    """
+
+    def __init__(self, layer: Any, legs: Sequence[Leg | None], training: TrainingPass, compiled: CompiledCalls) -> None:
         super().__init__(layer, {}, compiled)
         self._legs, self._training = legs, training
         self._module, self._name = expert_exchanges()[type(layer).forward]
         self._theirs = getattr(self._module, self._name)
         self._call = ExitStack()
         """Replacement of the function while the forward pass of the layer runs."""
+        self.attach(layer)
 
     def takes(self, layer: Any, inputs: tuple[Any, ...]) -> bool:
         """Return True: outside of training, what an interrupted call of another layer has left must not be used."""

@@ -85,10 +85,15 @@ class _Transfers:
         return partial(self._receive, _FirstMessage(), original)
 
     def gatherer(self, original: _Gather) -> _Gather:
-        """Return the replacement of the method `PartitionedTensor.full`."""
+        """Return the replacement of the method `PartitionedTensor.full`.
+
+        It compresses the parts of this engine, if all of them have the same size and a known type.
+        """
 
         def full(part: PartitionedTensor, device: Any = None) -> Tensor:
-            return self._gather(part) if self._is_compressed(part) else original(part, device)
+            even = math.prod(part.full_size()) == part.num_parts * part.local_data.numel()
+            ours = part.group is self.group and even and self.parts.carries(part.local_data)
+            return self._gather(part) if ours else original(part, device)
 
         return full
 
@@ -105,11 +110,6 @@ class _Transfers:
         original(payload, stage)
         self.messages.decode(payload, tensor)
 
-    def _is_compressed(self, part: PartitionedTensor) -> bool:
-        """Return True if `part` belongs to this engine, and all parts have the same size and a known type."""
-        even = math.prod(part.full_size()) == part.num_parts * part.local_data.numel()
-        return part.group is self.group and even and self.parts.carries(part.local_data)
-
     def _gather(self, part: PartitionedTensor) -> Tensor:
         """Return the tensor of which every rank of the stage holds a part, with the same bits on all of them."""
         mine, ranks = part.local_data, part.num_parts
@@ -122,27 +122,20 @@ class _Transfers:
         return whole
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """Function of DeepSpeed that is replaced while instructions of some kinds run in training.
-
-    Attributes:
-        owner: The module or class that has it.
-        name: Its name.
-        make: Returns the function in its place, from DeepSpeed's.
-    """
-
-    owner: Any
-    name: str
-    make: Callable[[Any], Callable[..., Any]]
-
-    def run(self, instruction: Callable[..., Any], engine: Any, **arguments: Any) -> None:
-        """Run an instruction of `engine`."""
-        if not torch.is_grad_enabled():
-            instruction(engine, **arguments)
-            return
-        with replaced(self.owner, **{self.name: self.make(getattr(self.owner, self.name))}):
-            instruction(engine, **arguments)
+def _run(
+    owner: Any,
+    name: str,
+    make: Callable[[Any], Callable[..., Any]],
+    instruction: Callable[..., Any],
+    engine: Any,
+    **arguments: Any,
+) -> None:
+    """Run an instruction of `engine`; in training, with `owner.name` replaced by what `make` returns for it."""
+    if not torch.is_grad_enabled():
+        instruction(engine, **arguments)
+        return
+    with replaced(owner, **{name: make(getattr(owner, name))}):
+        instruction(engine, **arguments)
 
 
 class _FirstBatch:
@@ -171,9 +164,8 @@ class _FirstBatch:
         """
         if not self._agreed and any(gather_objects(self._is_mask)):
             raise UnsupportedError(
-                f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is "
-                "compressed, but it is a mask (it has -inf or the lowest number); pass hidden states first, or "
-                "remove the key"
+                f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is a mask, "
+                "which is never compressed (it has -inf or the lowest number); pass hidden states first"
             )
         self._agreed = True
         instruction(engine)
@@ -188,12 +180,12 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
     parts = ActivationMessages(codec, meter, "bytes_tensor_saved")
     transfers = _Transfers(ActivationMessages(codec, meter), parts, engine.grid.get_slice_parallel_group())
     table = dict(engine._INSTRUCTION_MAP)
-    for exchange, kinds in (
-        (_Exchange(p2p, "send", transfers.sender), (schedule.SendActivation, schedule.SendGrad)),
-        (_Exchange(p2p, "recv", transfers.receiver), (schedule.RecvActivation, schedule.RecvGrad)),
-        (_Exchange(PartitionedTensor, "full", transfers.gatherer), (schedule.ForwardPass, schedule.BackwardPass)),
+    for owner, name, make, kinds in (
+        (p2p, "send", transfers.sender, (schedule.SendActivation, schedule.SendGrad)),
+        (p2p, "recv", transfers.receiver, (schedule.RecvActivation, schedule.RecvGrad)),
+        (PartitionedTensor, "full", transfers.gatherer, (schedule.ForwardPass, schedule.BackwardPass)),
     ):
-        table |= {kind: partial(exchange.run, table[kind]) for kind in kinds}
+        table |= {kind: partial(_run, owner, name, make, table[kind]) for kind in kinds}
     first = _FirstBatch()
     table[schedule.SendActivation] = partial(first.send, table[schedule.SendActivation])
     table[schedule.ReduceTiedGrads] = partial(first.end, table[schedule.ReduceTiedGrads])

@@ -149,9 +149,8 @@ class _Passes:
         self.own.compiled.before_step()
         if not self.own.used:
             raise UnsupportedError(
-                f"/{SECTION}/activations/sequence has no effect: no attention has exchanged anything over the "
-                "sequence-parallel group of the engine; use DistributedAttention or UlyssesSPAttentionHF with it, "
-                "or remove the key"
+                f"/{SECTION}/activations/sequence has no effect: no attention has exchanged anything over the engine's "
+                "sequence-parallel group; use DistributedAttention or UlyssesSPAttentionHF with it, or remove the key"
             )
 
     def __deepcopy__(self, memo: Any) -> "_Passes":

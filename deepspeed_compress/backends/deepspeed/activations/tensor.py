@@ -58,18 +58,11 @@ def attach_tensor(engine: Any, settings: TensorActivations, run: Run, patches: P
     if bits is not None and of_gradients is not None:
         gradients = sums.sums_over(gradient_codec(of_gradients), run)
         hooks += _take_over_rows(model, sums.sums_over(activation_codec(bits), run), compiled)
-    hooks += _take_over_columns(model, gradients, settings, run, compiled)
-
-
-def _take_over_columns(
-    model: nn.Module, sum_over: sums.SumOver, settings: TensorActivations, run: Run, compiled: CompiledCalls
-) -> Iterator[Attached]:
-    """Sum the gradients of inputs by `sum_over`. A layer whose sum would be DeepSpeed's own is left alone."""
     for parent, layers in find_siblings(model):
-        merged = [layers] if settings.merge else [[layer] for layer in layers]
-        for readers in merged:
-            if len(readers) > 1 or settings.bits is not None:
-                yield from _share(parent, readers, sum_over(readers[0].mp_group), run, compiled)
+        for readers in [layers] if settings.merge else [[layer] for layer in layers]:
+            # A layer whose sum would be DeepSpeed's own is left alone.
+            if len(readers) > 1 or bits is not None:
+                hooks += _share(parent, readers, gradients(readers[0].mp_group), run, compiled)
 
 
 def _share(
@@ -189,18 +182,15 @@ class SharedInput:
         and is the same on all ranks.
         """
         if self._reading is None or not self._reading.is_for(reader, x):
-            self._reading = self._first(x)
+            # Autograd keeps the sum, so it must not refer to tensors.
+            readers: set[int] = set()
+            replaced = sum_gradient(x, _SumForReaders(self.total, self.meter, readers))
+            self._reading = _Reading(x, x._version, readers, replaced)
         reading = self._reading
         reading.readers.add(reader)
         if len(reading.readers) == self.layers:
             self._reading = None
         return reading.replaced
-
-    def _first(self, x: Tensor) -> _Reading:
-        # Autograd keeps the sum, so it must not refer to tensors.
-        readers: set[int] = set()
-        replaced = sum_gradient(x, _SumForReaders(self.total, self.meter, readers))
-        return _Reading(x, x._version, readers, replaced)
 
     def _forget(self, parent: nn.Module, inputs: Any, output: Any) -> None:
         self._reading = None
