@@ -68,16 +68,14 @@ def find_idle_keys(engine: Any, config: CompressConfig, island: IslandUnit | Non
     method, written = config.gradients.method, engine.config.get("communication_data_type")
     if method != "none" and written is not None and engine.communication_data_type != dtype:
         yield (
-            f'/communication_data_type: "{written}" has no effect with compressed gradients: uncompressed elements are '
-            f"sent in {str(dtype).removeprefix('torch.')}, and sums are computed in fp32. Remove the key, or write "
-            f'"method": "{written}" into {SECTION}.gradients'
+            f'/communication_data_type: "{written}" has no effect with compressed gradients: sums are in fp32, the '
+            f'rest in {str(dtype).removeprefix("torch.")}; remove the key, or write it as "method" of gradients'
         )
     steps, stage = engine.gradient_accumulation_steps(), int(engine.zero_optimization_stage())
     if method in OWN_MOMENTUM and steps > 1 and stage >= 2 and node_unit(engine) is None:
         yield (
-            f'/{SECTION}/gradients/method: "{method}" applies its momentum in each of the {steps} micro-steps of an '
-            f"optimizer step, because ZeRO {stage} reduces in all of them; write 1 as zero_optimization.stage or as "
-            "gradient_accumulation_steps"
+            f'/{SECTION}/gradients/method: "{method}" applies its momentum in each of {steps} micro-steps, in which '
+            f"ZeRO {stage} reduces; write 1 as zero_optimization.stage or as gradient_accumulation_steps"
         )
     by_host = config.islands is not None and config.islands.by_host
     if config.adaptive is not None and by_host and island and island.get_data_parallel_world_size() == 1:
