@@ -85,16 +85,6 @@ def find_idle_keys(engine: Any, config: CompressConfig, island: IslandUnit | Non
         )
 
 
-def warn_of_uncounted(reasons: Sequence[str]) -> None:
-    """Warn that bytes are not counted in this engine.
-
-    Only method "none" reaches this point: nothing is replaced, and unknown figures are written as 0 rather than
-    estimated.
-    """
-    text = f"{SECTION}: bytes of gradients and weights cannot be counted in this engine, and are reported as 0: "
-    warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
-
-
 def _between_nodes(session: Session, parameters: Parameters, nodes: NodeUnit) -> list[str]:
     """Return the texts on what a rank sends to other nodes: its share of the model's gradients, once a step."""
     within = nodes.get_data_parallel_world_size()

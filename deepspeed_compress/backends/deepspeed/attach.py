@@ -10,7 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.deepspeed.activations.attach import attach_activations, measure_activations
-from deepspeed_compress.backends.deepspeed.announce import announce, find_idle_keys, warn_of_uncounted
+from deepspeed_compress.backends.deepspeed.announce import announce, find_idle_keys
 from deepspeed_compress.backends.deepspeed.byte_counts import count_parallel, make_byte_report
 from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
 from deepspeed_compress.backends.deepspeed.engine_facts import engine_kind, find_parameters
@@ -34,7 +34,7 @@ from deepspeed_compress.checkpointing.deepspeed.participants import Participant,
 from deepspeed_compress.checkpointing.deepspeed.resharding import Resharding
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
-from deepspeed_compress.config import CompressConfig, CompressedWeights, parse_section
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights, parse_section
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
@@ -230,16 +230,18 @@ def _replace_collectives(engine: Any, session: Session) -> Callable[[], int]:
     kind, weights = engine_kind(engine), session.config.weights
     uncounted = find_limits(engine)
     if uncounted:
-        # A single rank sends none.
+        # Only method "none" reaches this point. Unknown figures are 0 rather than estimated; a single rank sends none.
         if engine.seq_data_parallel_group.size() > 1:
-            warn_of_uncounted(uncounted)
+            text = f"{SECTION}: bytes of gradients and weights cannot be counted, and are reported as 0: "
+            warnings.warn(text + "; ".join(uncounted), CompressWarning, stacklevel=4)
         return lambda: 0
     sent = _REPLACE_REDUCTION[kind](engine, session)
-    compressed = isinstance(weights, CompressedWeights)
-    if kind == "zero_3" and isinstance(weights, CompressedWeights):
+    if not isinstance(weights, CompressedWeights):
+        return lambda: sent
+    if kind == "zero_3":
         attach_weights_3(engine, WeightReduction(weights, session.parameters, session.run), session)
     # Compressed weights are counted when they are sent.
-    return lambda: 0 if compressed and session.weights is not None else sent
+    return lambda: sent if session.weights is None else 0
 
 
 def detach(engine: Any) -> Any:

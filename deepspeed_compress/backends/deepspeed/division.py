@@ -24,7 +24,7 @@ from deepspeed_compress.backends.deepspeed.groups import (
     made_group,
     partition_groups,
 )
-from deepspeed_compress.backends.deepspeed.seams import Seam, check_seams, check_version
+from deepspeed_compress.backends.deepspeed.seams import Seam, check_seams
 from deepspeed_compress.backends.deepspeed.units import IslandUnit, NodeUnit, RankUnit
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.pace import launched_ranks_of_host
@@ -60,7 +60,6 @@ def make_unit(config: CompressConfig, ds_config: Mapping[str, Any]) -> RankUnit 
         idle_alone = islands.outer.optimizer == "average" and islands.outer.lr == 1.0
     if size is None:
         return None
-    check_version(deepspeed.__version__)
     check_seams(SEAMS, deepspeed.__version__)
     unit = _divide(kind, key, size, TENSOR.effective(ds_config, parallelism))
     if unit.count == 1 and idle_alone:

@@ -124,8 +124,7 @@ def destroy_with_engine(engine: Any, groups: Iterable[ProcessGroup | None], patc
 
     Only gloo's: on NCCL, destroying a group is collective, but ranks may not drop an engine at the same time.
     """
-    made = [group for group in groups if group is not None and is_gloo(group)]
-    patches.end_with(engine, destroy_groups, made)
+    patches.end_with(engine, destroy_groups, [group for group in groups if group is not None and is_gloo(group)])
 
 
 def destroy_groups(groups: Sequence[ProcessGroup]) -> None:

@@ -98,7 +98,6 @@ def _initialize(
         call = prepare_call(call)
     balanced = config.ownership == "balanced"
     if balanced:
-        seams.check_version(deepspeed.__version__)
         seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
     with dealing(balanced) as given:
         result = original(**call) if unit is None else make_divided(original, call, unit)

@@ -46,20 +46,11 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     if compresses(config) or node_unit(engine) is not None:
         problems += find_limits(engine)
     elif config.islands is not None:
-        problems += _found(_LIMITS, engine)
+        problems += find_limits(engine, of_gradients=False)
     if problems:
         raise UnsupportedError(
             "this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems)
         )
-
-
-def find_limits(engine: Any) -> list[str]:
-    """Return the reasons why the traffic of `engine` can be neither compressed nor counted; empty if it can."""
-    return _found((*_LIMITS, *_LIMITS_OF_GRADIENTS), engine)
-
-
-def _found(limits: "_Limits", engine: Any) -> list[str]:
-    return [problem for applies, problem in limits if applies(engine)]
 
 
 def compresses(config: CompressConfig) -> bool:
@@ -106,7 +97,6 @@ _LIMITS_OF_GRADIENTS: _Limits = (
         'islands with "gradients": {"method": "none"}',
     ),
 )
-"""Limits that do not apply to islands that leave gradients to DeepSpeed."""
 _LIMITS: _Limits = (
     (
         lambda engine: not has_optimizer(engine),
@@ -155,6 +145,15 @@ _LIMITS: _Limits = (
         "or shard_within",
     ),
 )
+
+
+def find_limits(engine: Any, of_gradients: bool = True) -> list[str]:
+    """Return the reasons why the traffic of `engine` can be neither compressed nor counted; empty if it can.
+
+    Islands may leave gradients to DeepSpeed, so that its limits do not matter.
+    """
+    limits = (*_LIMITS, *(_LIMITS_OF_GRADIENTS if of_gradients else ()))
+    return [problem for applies, problem in limits if applies(engine)]
 
 
 def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:

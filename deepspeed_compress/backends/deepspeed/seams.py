@@ -60,11 +60,7 @@ STEP = (
     Seam(_ENGINE + "_get_ckpt_name", "self checkpoints_path tag mp_placeholder pp_placeholder"),
     Seam(_ENGINE + "_get_mp_rank_zero_checkpoint_names", "self load_dir tag mp_rank dp_world_size bf16_mode"),
     Seam(_ENGINE + "load_module_state_dict", _LOAD_MODULE, until="0.19.3"),
-    Seam(
-        _ENGINE + "load_module_state_dict",
-        _LOAD_MODULE + " z3_params_to_fetch allowed_missing_keys",
-        since="0.19.3",
-    ),
+    Seam(_ENGINE + "load_module_state_dict", f"{_LOAD_MODULE} z3_params_to_fetch allowed_missing_keys", since="0.19.3"),
     Seam(_ENGINE + "_copy_recovery_script", "self save_path"),
 )
 ZERO_0 = (
@@ -136,8 +132,9 @@ def check_seams(seams: Iterable[Seam], found: str) -> None:
     """Check that every seam exists, with the expected parameters, in the installed DeepSpeed (version `found`).
 
     Raises:
-        SeamError: a seam is missing or has other parameters.
+        SeamError: the version is not supported, or a seam is missing or has other parameters.
     """
+    check_version(found)
     for seam in (seam for seam in seams if seam.is_in(found)):
         present = _parameters(seam.target)
         if present is None or seam.parameters not in (None, present):

@@ -52,9 +52,7 @@ class SigtermHandler:
         former = getattr(handler, "__self__", None)
         self._former = former if isinstance(former, SigtermHandler) else None
         if (handler is not signal.SIG_DFL and self._former is None) or not _in_main_thread():
-            what = (
-                "the program handles SIGTERM itself, or makes its engine in a thread, so no checkpoint is saved for it"
-            )
+            what = "the program handles SIGTERM itself, or makes its engine in a thread: no checkpoint is saved for it"
             warnings.warn(f"/deepspeed_compress/checkpointing/save_on_sigterm: {what}", CompressWarning, stacklevel=3)
             return
         # Announced before the handler is installed: whatever stops this rank must not rely on a signal that no longer

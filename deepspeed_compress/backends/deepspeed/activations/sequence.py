@@ -8,6 +8,7 @@ attached, and compresses messages to the sequence-parallel group of the engine w
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from deepspeed_compress.backends.deepspeed.seams import Seam
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.config.models import SequenceActivations
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
 _METHOD = "all_to_all_single"
@@ -62,16 +63,16 @@ class _AllToAll:
     """Replacement of the backend's method `original`, for all `engines` that are attached.
 
     Attributes:
-        before: the backend's own attribute of that name before; None if it had none.
         forward: the exchange of the engine whose forward pass runs, in training; else None.
         backward: the exchange of the engine whose backward pass has begun last; None after its optimizer step.
     """
 
     original: Callable[..., Any]
-    before: Any
     engines: int = 0
     forward: _EngineExchange | None = None
     backward: _EngineExchange | None = None
+    patches: Patches = field(default_factory=Patches)
+    """The replacement in the backend."""
 
     def __call__(self, *args: Any, **options: Any) -> PendingAllToAll | Any:
         call, current = AllToAllCall(*args, **options), self._current()
@@ -160,7 +161,7 @@ class _Passes:
 
 def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patches: Patches) -> None:
     """Compress the all-to-alls of attention until the engine is destroyed, collected, or detached from."""
-    backend, switch = comm.cdb, _join(comm.cdb)
+    switch = _join(comm.cdb)
     messages = ActivationMessages(activation_codec(settings.bits), run.meter, "bytes_sequence_saved")
     exchange = CompressedAllToAll(engine.seq_parallel_group, messages)
     parts, model = find_parts(engine.module), weakref.ref(engine.module)
@@ -170,7 +171,7 @@ def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patche
     for part in parts:
         before = part.register_forward_pre_hook(passes.begin_forward, prepend=True)
         handles += [before, part.register_forward_hook(passes.end_forward, always_call=True)]
-    patches.end_with(engine, _leave, backend, passes, handles)
+    patches.end_with(engine, _leave, passes, handles)
     patches.wrap(engine, "backward", passes.backward)
     patches.precede(engine, "_backward_prologue", passes.begin_backward)
     patches.precede(engine, "_take_model_step", passes.before_step)
@@ -178,23 +179,21 @@ def attach_sequence(engine: Any, settings: SequenceActivations, run: Run, patche
 
 def _join(backend: Any) -> _AllToAll:
     """Return the replacement of the backend's method, installed if necessary, with one more engine."""
-    found = vars(backend).get(_METHOD)
-    switch = found if isinstance(found, _AllToAll) else _AllToAll(getattr(backend, _METHOD), found)
-    setattr(backend, _METHOD, switch)
+    switch = getattr(backend, _METHOD)
+    if not isinstance(switch, _AllToAll):
+        switch = _AllToAll(switch)
+        switch.patches.replace(backend, _METHOD, switch)
     switch.engines += 1
     return switch
 
 
-def _leave(backend: Any, passes: _Passes, handles: list[Any]) -> None:
-    """Undo `attach_sequence`. After the last engine, the backend gets its own method back."""
+def _leave(passes: _Passes, handles: list[Any]) -> None:
+    """Undo `attach_sequence`. After the last engine, the backend gets its own method back, if ours is there still."""
     while handles:
         handles.pop().remove()
     switch = passes.switch
     switch.engines -= 1
     switch.leave(passes.own)
-    if switch.engines or vars(backend).get(_METHOD) is not switch:
-        return
-    if switch.before is None:
-        delattr(backend, _METHOD)
-    else:
-        setattr(backend, _METHOD, switch.before)
+    if not switch.engines:
+        with suppress(SeamError):
+            switch.patches.undo()

@@ -85,19 +85,12 @@ class BucketHistory:
 
     def copy(self, bucket: Bucket, parts: list[Tensor]) -> Tensor:
         """Return `parts` concatenated into the bucket's buffer, which is the same tensor in every step."""
-        if bucket not in self.copies:
-            self.copies[bucket] = torch.cat(parts)
-            return self.copies[bucket]
-        return torch.cat(parts, out=self.copies[bucket])
+        self.copies[bucket] = torch.cat(parts, out=self.copies.get(bucket))
+        return self.copies[bucket]
 
     def back_off(self) -> None:
         """Stop sending buckets early, and require twice as many equal steps before starting again."""
         self.order, self.equal, self.patience = (), 0, min(2 * self.patience, LONGEST_PATIENCE)
-
-    @property
-    def is_stable(self) -> bool:
-        """Return True if enough consecutive steps had the same plan."""
-        return bool(self.plan) and self.equal >= self.patience
 
 
 class Gradients(Protocol):
@@ -187,7 +180,7 @@ class EarlyReductions:
         self._history = BucketHistory()
         self._step = _Step(-1)
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_there, key))
+            parameter.register_post_accumulate_grad_hook(partial(self.note_complete, key))
             for parameter, key in gradients.hooked()
         ]
         patches.on_undo(self.remove_hooks)
@@ -219,8 +212,9 @@ class EarlyReductions:
             # Its buckets differ from those of steps in which reductions may begin early.
             return
         self._history.learn(tuple(step.reduced))
-        if self._history.is_stable and not self._history.order:
-            self._history.order = self._sorted(step)
+        history = self._history
+        if history.plan and history.equal >= history.patience and not history.order:
+            history.order = self._sorted(step)
 
     def take(self, dtype: torch.dtype, held: torch.dtype, keys: tuple[Key, ...]) -> Any:
         """Return the pending reduction of the bucket `keys`, whose gradients DeepSpeed has collected in dtype `held`.
@@ -256,17 +250,13 @@ class EarlyReductions:
             self._forget(step)
         self._step = _Step(-1)
 
-    def _gradient_is_there(self, key: Key, parameter: Any) -> None:
-        """Note a gradient that autograd has accumulated.
+    def note_complete(self, key: Key, parameter: Any = None) -> None:
+        """Mark the gradient `key` as ready in a backward pass that reduces, and send the buckets that are complete.
 
-        Autograd calls this, possibly more than once per pass, and also in backward passes of other engines.
+        Autograd calls this for a `parameter` whose gradient it has accumulated, possibly more than once per pass, and
+        also in backward passes of other engines.
         """
-        if not torch.compiler.is_compiling():
-            self.note_complete(key)
-
-    def note_complete(self, key: Key) -> None:
-        """Mark the gradient `key` as ready in a backward pass that reduces, and send the buckets that are complete."""
-        if not self._gradients.complete_now():
+        if torch.compiler.is_compiling() or not self._gradients.complete_now():
             return
         step = self._current()
         step.ready.setdefault(key)

@@ -61,11 +61,11 @@ def _parts(optimizer: Any, keys: tuple[Key, ...]) -> list[Part]:
     parts = []
     for group, entries in found.items():
         members, places = zip(*entries, strict=True)
-        parts.append(Part(members, places, partition_of(optimizer, group.size(), members)))
+        parts.append(Part(members, places, _partition(optimizer, group.size(), members)))
     return parts
 
 
-def partition_of(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
+def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
     """Return the owner of each slice of a bucket, from DeepSpeed's tables (`initialize_gradient_partition`)."""
     parts = []
     for group, index, parameter_id in keys:
@@ -85,11 +85,11 @@ class Zero1Gradients:
 
     everywhere = False
 
-    def __init__(self, engine: Any, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float) -> None:
+    def __init__(self, engine: Any, scale: float) -> None:
         self.group = self.asking = engine.optimizer.dp_process_group
         self.scale = scale
         self.device = torch.device(engine.device)
-        self.partition = partition_of
+        self.partition = lru_cache(maxsize=LAYOUTS)(partial(_partition, engine.optimizer, self.group.size()))
         self.side_by_side = lru_cache(maxsize=LAYOUTS)(self._side_by_side)
         self._engine = engine
         self._optimizer = engine.optimizer

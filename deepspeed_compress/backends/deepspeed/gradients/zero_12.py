@@ -12,7 +12,7 @@ reduces after backward, so reductions begin early (`early`, `parts`). Muon's mat
 owners are completed once their means are there (`muon`).
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 from deepspeed_compress.backends.deepspeed.engine_facts import limit_bucket_size
 from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
 from deepspeed_compress.backends.deepspeed.gradients.muon import SplitMatrices, count_gathers
-from deepspeed_compress.backends.deepspeed.gradients.parts import Part, Zero1Gradients, partition_of, parts_of
+from deepspeed_compress.backends.deepspeed.gradients.parts import Part, Zero1Gradients, parts_of
 from deepspeed_compress.backends.deepspeed.versions import has_compact_gradients, may_defer_reductions
-from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
+from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, scatter
 from deepspeed_compress.monitor import ring_all_gather
@@ -80,8 +80,7 @@ class _Buckets:
         self.early: EarlyReductions | None = None
         patches.on_undo(session.gradients.on_interruption(self._discard))
         if self.later is not None and _waits_for_backward(engine):
-            partitions = lru_cache(maxsize=LAYOUTS)(partial(partition_of, optimizer, ranks))
-            gradients = Zero1Gradients(engine, partitions, self._scale)
+            gradients = Zero1Gradients(engine, self._scale)
             self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients, patches)
             for handle in self.early.handles:
                 # DeepSpeed's `destroy` removes these together with its own hooks.

@@ -22,9 +22,7 @@ from deepspeed_compress.errors import UnsupportedError
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", "self"),
     Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params", "self"),
-    Seam(
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters",
-    ),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters"),
 )
 """DeepSpeed functions used here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""
 
