@@ -95,14 +95,10 @@ def find_parameters(engine: Any) -> Parameters:
 
 def _trained(engine: Any) -> Iterator[Any]:
     """Yield the parameters whose gradients are reduced: those that ZeRO has taken, or all that require gradients."""
-    groups = _TRAINED.get(engine_kind(engine))
+    groups = {"zero_12": "bit16_groups", "zero_3": "fp16_groups"}.get(engine_kind(engine))
     if groups is not None:
         return (parameter for group in getattr(engine.optimizer, groups) for parameter in group)
     return (parameter for parameter in engine.param_names if parameter.requires_grad)
-
-
-_TRAINED: Mapping[str, str] = {"zero_12": "bit16_groups", "zero_3": "fp16_groups"}
-"""Attribute of DeepSpeed's optimizer with its groups of trained parameters, by kind of engine."""
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = {

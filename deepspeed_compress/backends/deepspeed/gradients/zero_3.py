@@ -9,7 +9,7 @@ bucket, in `independent_gradient_partition_epilogue`; nothing reads the gradient
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -200,13 +200,7 @@ def _group_of(parameters: Sequence[Any]) -> ProcessGroup:
 
 
 def _counted(
-    own: list[Any],
-    meter: Meter,
-    coalesced: bool,
-    gather: Any,
-    param_list: Iterable[Any] | None = None,
-    *args: Any,
-    **options: Any,
+    own: list[Any], meter: Meter, coalesced: bool, gather: Any, param_list: Any = None, *args: Any, **options: Any
 ) -> Any:
     """Call a gather function of a parameter, after counting the bytes that this rank sends around a ring.
 
