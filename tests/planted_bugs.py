@@ -131,7 +131,7 @@ a skipped step changes residuals: compression/test_feedback.py backends/deepspee
 an applied step leaves residuals as they were: compression/test_feedback.py
     Residuals.commit: (slot.running, slot.applied) => (slot.applied, slot.running.clone())
 a large gradient is freed while it is reduced: backends/deepspeed/test_streams.py
-    _Buckets._reduce: self._keep(tensor) => None
+    zero_12._Buckets._reduce: self._keep(tensor) => None
 a host reads a message: compression/test_host_waits.py
     RandomK._positions: seed => seed.new_tensor(int(seed))
 residuals keep the old loss scale: compression/test_feedback.py backends/contract/test_contract.py

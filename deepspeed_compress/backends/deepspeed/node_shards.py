@@ -70,9 +70,9 @@ def attach_nodes(engine: Any, unit: NodeUnit, session: Session) -> "NodeShards":
     patches.replace(engine, "dp_world_size", unit.share_of_job[1])
     # Not restored: a program may set another size, and the engine stays divided for as long as it exists.
     engine._config.train_batch_size = engine.tput_timer.batch_size = unit.count * engine.train_batch_size()
-    in_first_of_host = int(engine.local_rank) < len(unit.ranks)
-    if not (in_first_of_host if engine.use_node_local_storage() else unit.number == 0):
-        # All nodes hold the same model. Every rank still writes its own residuals.
+    local = engine.use_node_local_storage()
+    if not (int(engine.local_rank) < len(unit.ranks) if local else unit.number == 0):
+        # The first node, or that of each host, writes the model. Every rank still writes its own residuals.
         patches.replace(engine.checkpoint_engine, "save", _save_nothing)
     return NodeShards(engine, unit, session)
 

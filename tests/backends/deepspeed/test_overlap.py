@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deepspeed_compress.backends.deepspeed.engine_facts import bucket_size
@@ -19,58 +18,7 @@ INT4 = {"gradients": {"bits": 4, "block_size": 32}}
 SMALL = {"reduce_bucket_size": 200}
 
 
-def count_waiting(rank: int, job: Job) -> list[int]:
-    """Return the number of pending buckets after each one is sent, and at the end of every step."""
-    engine = start(job)
-    later = engine.optimizer.reduce_ipg_grads.__self__
-    reduce, waiting = engine.optimizer.gradient_reduction_w_predivide, []
-
-    def watched(bucket: torch.Tensor, *arguments: object) -> object:
-        result = reduce(bucket, *arguments)
-        if bucket.numel():
-            # If the first gradient fills a bucket alone, DeepSpeed first closes an empty bucket.
-            waiting.append(len(later.pending))
-        return result
-
-    engine.optimizer.gradient_reduction_w_predivide = watched
-    for batch in data(rank, job):
-        run(engine, [batch])
-        waiting.append(len(later.pending))
-    engine.destroy()
-    return waiting
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_buckets_wait_for_each_other_until_the_last_one(stage: int) -> None:
-    """Gradients of 31 x 12, 31 x 17, 17 and fewer elements make four buckets of up to 200 elements."""
-    for waiting in run_forks(2, count_waiting, Job(stage, INT4, SMALL, steps=2)):
-        assert waiting == [1, 2, 3, 4, 0] * 2
-
-
 BUCKETS_3 = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-
-
-def watch_deferred(rank: int, job: Job) -> tuple[list[int], list[int]]:
-    """Return the number of pending buckets after each one is sent and at the end of every step, under ZeRO 3.
-
-    Also return the number of gradients that still hold memory at the end of every step.
-    """
-    engine = start(job)
-    optimizer, waiting, held = engine.optimizer, [], []
-    reduce, deferred = getattr(optimizer, BUCKETS_3), lambda: len(buckets_of(engine)._deferred)
-
-    def watched(*arguments: object) -> object:
-        result = reduce(*arguments)
-        waiting.append(deferred())
-        return result
-
-    setattr(optimizer, BUCKETS_3, watched)
-    for batch in data(rank, job):
-        run(engine, [batch])
-        waiting.append(deferred())
-        held.append(sum(parameter.grad is not None for parameter in engine.module.parameters()))
-    engine.destroy()
-    return waiting, held
 
 
 def buckets_of(engine: Any) -> _Buckets:
@@ -78,9 +26,46 @@ def buckets_of(engine: Any) -> _Buckets:
     return engine.optimizer.independent_gradient_partition_epilogue.func.__self__
 
 
+def watch_buckets(rank: int, job: Job) -> tuple[list[int], list[int]]:
+    """Return the number of pending buckets after each one is sent and at the end of every step.
+
+    Also return the number of gradients that still hold memory at the end of every step.
+    """
+    engine = start(job)
+    optimizer, waiting, held = engine.optimizer, [], []
+    name = BUCKETS_3 if job.stage == 3 else "gradient_reduction_w_predivide"
+    later = None if job.stage == 3 else optimizer.reduce_ipg_grads.__self__
+    reduce = getattr(optimizer, name)
+
+    def pending() -> int:
+        return len(buckets_of(engine)._deferred if later is None else later.pending)
+
+    def watched(bucket: Any, *arguments: object) -> object:
+        result = reduce(bucket, *arguments)
+        # If the first gradient fills a bucket alone, DeepSpeed first closes an empty bucket.
+        if len(bucket):
+            waiting.append(pending())
+        return result
+
+    setattr(optimizer, name, watched)
+    for batch in data(rank, job):
+        run(engine, [batch])
+        waiting.append(pending())
+        held.append(sum(parameter.grad is not None for parameter in engine.module.parameters()))
+    engine.destroy()
+    return waiting, held
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_wait_for_each_other_until_the_last_one(stage: int) -> None:
+    """Gradients of 31 x 12, 31 x 17, 17 and fewer elements make four buckets of up to 200 elements."""
+    for waiting, _ in run_forks(2, watch_buckets, Job(stage, INT4, SMALL, steps=2)):
+        assert waiting == [1, 2, 3, 4, 0] * 2
+
+
 def test_buckets_of_zero_3_wait_for_each_other_too() -> None:
     """A weight precedes its bias here, so 31 x 12, 31, 31 x 17 and 17 elements make a bucket each."""
-    for waiting, held in run_forks(2, watch_deferred, Job(3, INT4, SMALL, steps=2)):
+    for waiting, held in run_forks(2, watch_buckets, Job(3, INT4, SMALL, steps=2)):
         assert waiting == [1, 2, 3, 4, 5, 0] * 2
         assert held == [0, 0]
 

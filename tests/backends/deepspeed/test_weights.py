@@ -36,7 +36,6 @@ from tests.support.jobs import (
 )
 from tests.support.methods import BF16, FP16, FP32_SUMS, NONE
 from tests.support.seeds import SEEDS, Excess
-from tests.support.tensor_islands import start_tensor, take_steps
 
 SAMPLED = pytest.mark.sampled(8)
 
@@ -385,25 +384,3 @@ def test_resume_is_going_on_after_the_save(name: str, tmp_path: Any) -> None:
         assert resumed.bits == gone_on.bits
         assert resumed.losses == gone_on.losses
     assert results[0][1].bits == results[1][1].bits
-
-
-def train_llama(rank: int, compress: bool) -> tuple[dict[str, list[float]], list[str], int]:
-    """Return parameters after three steps under AutoTP, the names of the exact ones, and the number of parameters."""
-    job = Job(stage=1, section={"parallelism": {"tensor": 2}, **NONE}, steps=3)
-    engine = start_tensor(job)
-    if compress:
-        attached(engine, Setting(Codec(Blockwise(bits=4, block_size=32))))
-    take_steps(engine, rank, job)
-    found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
-    return found, shared_parameters(engine), len(engine.param_names)
-
-
-def test_replicated_parameters_stay_equal_under_tensor_parallelism() -> None:
-    """Ranks 0 and 1 share layers. Parameters that both hold completely are sent exactly."""
-    results, plain = run_forks(4, train_llama, True), run_forks(4, train_llama, False)
-    parameters, exact, count = results[0]
-    assert 0 < len(exact) < count
-    for name in exact:
-        assert all(other[0][name] == parameters[name] for other in results), name
-    assert results[0][0] == results[2][0]
-    assert results[0][0] != plain[0][0]
