@@ -1,9 +1,10 @@
 """Training runs with the section `activations`, for small models whose layers or stages ranks share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import pytest
 from torch import Tensor, tensor
 
 from deepspeed_compress.config import SECTION
@@ -44,6 +45,27 @@ class Job:
             return config
         section = {"gradients": {"method": "none"}, "activations": dict(self.activations), **self.section}
         return {**config, SECTION: section}
+
+
+def accumulate(engine: Any, loss_of: Callable[[int], Tensor]) -> None:
+    """Run two forward passes before their backward passes, and add the losses of two more."""
+    one, two = loss_of(0), loss_of(1)
+    for loss in (one, two, loss_of(2) + loss_of(3)):
+        engine.backward(loss)
+        engine.step()
+
+
+def interrupt(engine: Any, loss_of: Callable[[], Tensor]) -> None:
+    """Let a layer raise in the middle of a forward pass, and drop the graph of another one."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    handle = engine.module.model.layers[1].mlp.down_proj.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match=r"^$"):
+        loss_of()
+    handle.remove()
+    loss_of()
 
 
 def flattened(records: Sequence[Any]) -> Tensor:

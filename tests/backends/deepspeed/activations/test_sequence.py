@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import UnsupportedError
-from tests.support.activations import flattened
+from tests.support.activations import accumulate, flattened, interrupt
 from tests.support.forks import run_forks
 from tests.support.jobs import make_engine, network, train_on, weights
 from tests.support.messages import refusal
@@ -161,12 +161,8 @@ def one_alone_beside_another(rank: int, job: Job, mpu: Any) -> list[Any]:
 
 
 def accumulated(rank: int, job: Job, mpu: Any) -> list[Any]:
-    """Run two forward passes before their backward passes, and add the losses of two more."""
     engine = start(replace(job, extra={"gradient_accumulation_steps": 3}), mpu)
-    one, two = (loss_of(engine, seed, rank) for seed in (0, 1))
-    for loss in (one, two, loss_of(engine, 2, rank) + loss_of(engine, 3, rank)):
-        engine.backward(loss)
-        engine.step()
+    accumulate(engine, lambda seed: loss_of(engine, seed, rank))
     return [weights(engine)]
 
 
@@ -180,18 +176,8 @@ def backward_of_a_tensor(rank: int, job: Job, mpu: Any) -> list[Any]:
 
 
 def interrupted(rank: int, job: Job, mpu: Any) -> list[Any]:
-    """Let a layer raise in the middle of a forward pass, and drop the graph of another one."""
     engine = start(job, mpu)
-    layer = engine.module.model.layers[1].mlp.down_proj
-
-    def fail(*_: Any) -> None:
-        raise ValueError
-
-    handle = layer.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match=r"^$"):
-        loss_of(engine, 0, rank)
-    handle.remove()
-    loss_of(engine, 0, rank)
+    interrupt(engine, lambda: loss_of(engine, 0, rank))
     return [train(engine, rank), weights(engine)]
 
 

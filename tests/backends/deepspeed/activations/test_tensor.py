@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deepspeed_compress
 from deepspeed_compress.backends.deepspeed.activations.tensor import is_column, is_row
 from deepspeed_compress.config import SECTION
-from tests.support.activations import flattened
+from tests.support.activations import accumulate, flattened, interrupt
 from tests.support.forks import run_forks
 from tests.support.jobs import largest_difference, make_engine, weights
 from tests.support.split_llama import LAYERS, Job, loss_of, replicated, start, tokens, train
@@ -132,12 +132,8 @@ Program = Callable[[Job], Records]
 
 
 def accumulated(job: Job) -> Records:
-    """Run two forward passes before their backward passes, and add the losses of two more."""
     engine = start(replace(job, extra={"gradient_accumulation_steps": 3}))
-    one, two = (loss_of(engine, tokens(seed)) for seed in (0, 1))
-    for loss in (one, two, loss_of(engine, tokens(2)) + loss_of(engine, tokens(3))):
-        engine.backward(loss)
-        engine.step()
+    accumulate(engine, lambda seed: loss_of(engine, tokens(seed)))
     return [weights(engine)]
 
 
@@ -151,18 +147,8 @@ def unsynchronised(job: Job) -> Records:
 
 
 def interrupted(job: Job) -> Records:
-    """Let a layer raise in the middle of a forward pass, and drop the graph of another one."""
     engine = start(job)
-    layer = engine.module.model.layers[1].mlp.down_proj
-
-    def fail(*_: Any) -> None:
-        raise ValueError
-
-    handle = layer.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match=r"^$"):
-        loss_of(engine, tokens(0))
-    handle.remove()
-    loss_of(engine, tokens(0))
+    interrupt(engine, lambda: loss_of(engine, tokens(0)))
     return [train(engine), weights(engine)]
 
 
