@@ -165,7 +165,7 @@ class _FirstBatch:
         if not self._agreed and any(gather_objects(self._is_mask)):
             raise UnsupportedError(
                 f"/{SECTION}/activations/pipeline: the first floating-point tensor that a stage passes on is a mask, "
-                "which is never compressed (it has -inf or the lowest number); pass hidden states first"
+                "with -inf or the lowest number, and would be compressed; pass hidden states first, or remove the key"
             )
         self._agreed = True
         instruction(engine)
