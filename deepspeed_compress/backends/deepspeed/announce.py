@@ -74,8 +74,8 @@ def find_idle_keys(engine: Any, config: CompressConfig, island: IslandUnit | Non
     steps, stage = engine.gradient_accumulation_steps(), int(engine.zero_optimization_stage())
     if method in OWN_MOMENTUM and steps > 1 and stage >= 2 and node_unit(engine) is None:
         yield (
-            f'/{SECTION}/gradients/method: "{method}" applies its momentum in each of {steps} micro-steps, in which '
-            f"ZeRO {stage} reduces; write 1 as zero_optimization.stage or as gradient_accumulation_steps"
+            f'/{SECTION}/gradients/method: "{method}" applies its momentum in each of the {steps} micro-steps, in '
+            f"which ZeRO {stage} reduces; write 1 as zero_optimization.stage or as gradient_accumulation_steps"
         )
     by_host = config.islands is not None and config.islands.by_host
     if config.adaptive is not None and by_host and island and island.get_data_parallel_world_size() == 1:
