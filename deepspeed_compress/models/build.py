@@ -64,11 +64,7 @@ def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layo
     if whole:
         return model  # type: ignore[no-any-return]  # a PreTrainedModel
     check_layout(config, layout, dist.get_world_size())
-    return _build_part(model, open_source(path, model, seed), layout)
-
-
-def _build_part(model: Any, source: Source, layout: Layout) -> nn.Module:
-    modules = modules_of(model.config)
+    source, modules = open_source(path, model, seed), modules_of(config)
     if layout.tensor > 1:
         linear_layers(model)
     if layout.pipeline > 1:

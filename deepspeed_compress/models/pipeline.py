@@ -73,7 +73,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, layer: nn.Module, index: int, config: Any, rotary: nn.Module | None) -> None:
         super().__init__()
         self.layer, self.rotary, self.config = layer, rotary, config
-        self.make_mask = _mask_of(config, index)
+        # The mask is causal over all tokens, or over a sliding window. Without `layer_types`, all layers are alike.
+        kinds = getattr(config, "layer_types", None)
+        window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
+        self.make_mask = create_sliding_window_causal_mask if window else create_causal_mask
 
     def forward(self, inputs: StageInput) -> StageInput:
         hidden, padding = inputs if isinstance(inputs, tuple) else (inputs, None)
@@ -127,17 +130,6 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _positions(hidden: Tensor) -> Tensor:
     return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-
-
-def _mask_of(config: Any, index: int) -> Callable[..., Tensor | None]:
-    """Return the function that makes the mask of layer `index`: causal over all tokens, or over a sliding window.
-
-    `layer_types` of the config decides if present; otherwise all layers are alike.
-    """
-    kinds = getattr(config, "layer_types", None)
-    window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
-    make: Callable[..., Tensor | None] = create_sliding_window_causal_mask if window else create_causal_mask
-    return make
 
 
 def _cap(logits: Tensor, config: Any) -> Tensor:

@@ -52,7 +52,9 @@ def split_layers(module: nn.Module, config: PretrainedConfig, modules: Modules, 
     splitter.mp_group, splitter.mp_size = group, dist.get_world_size(group)
     splitter.update_linear_policies()
     splitter._replace_module(module)
-    _narrow(module, modules, splitter.mp_size)
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] == modules.attention:
+            modules.narrow(child, splitter.mp_size)
     return splitter
 
 
@@ -78,12 +80,6 @@ def _spec(names: Any, kind: PartitionType, shape: Any = None, grad_allreduce: bo
     return TPLayerSpec(patterns, kind, shape=shape, partition_dim=None, grad_allreduce=grad_allreduce)
 
 
-def _narrow(module: nn.Module, modules: Modules, size: int) -> None:
-    for name, child in module.named_modules():
-        if name.rpartition(".")[2] == modules.attention:
-            modules.narrow(child, size)
-
-
 def vocabulary_weights(model: Any) -> frozenset[str]:
     """Return the weight names of the token embedding and the head, or an empty set if they must stay whole.
 
@@ -106,7 +102,9 @@ def split_vocabulary(module: nn.Module, names: frozenset[str], splitter: AutoTP)
         tied = head if head is not None and child.weight is head.weight else None
         split = VocabParallelEmbedding(child, tied_vocab_parallel_linear=tied, name="lm_head", **options)
         setattr(parent, name, split)
-        head = head or (split if _projects(module) else None)
+        if isinstance(module, PipelineModule) and module.stage_id == module.num_stages - 1:
+            # The last stage makes logits even if it has no head of its own.
+            head = head or split
     return head
 
 
@@ -117,11 +115,6 @@ def _found(module: nn.Module, names: frozenset[str], kind: type[nn.Module]) -> l
         for name, child in parent.named_children()
         if isinstance(child, kind) and getattr(child.weight, HF_NAME, None) in names
     ]
-
-
-def _projects(module: nn.Module) -> bool:
-    """Return True for the last stage of a pipeline, which makes logits even if it has no head of its own."""
-    return isinstance(module, PipelineModule) and module.stage_id == module.num_stages - 1
 
 
 def use_split_loss(module: Any, head: Any) -> None:

@@ -47,7 +47,8 @@ def copy_weights(source: Mapping[str, Tensor], module: Any) -> None:
         if ".linear_" in name:
             value = value.t()
         if ".linear_qkv." in name:
-            value = value.unflatten(0, (3, module.config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
+            of_heads = value.reshape(3, module.config.num_attention_heads, -1, *value.shape[1:])
+            value = of_heads.transpose(0, 1).reshape(value.shape)
         parameter.copy_(value)
 
 
