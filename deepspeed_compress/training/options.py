@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run(parser.add_argument_group("what to train"))
     _add_length(parser.add_argument_group("length and output"))
-    _add_launcher(parser.add_argument_group("options of launchers"))
+    launchers = parser.add_argument_group("options of launchers")
+    launchers.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
+    what = "accepted for launchers that pass it; it has no effect"
+    launchers.add_argument("--deepspeed", action="store_true", help=what)
     return parser
 
 
@@ -113,8 +116,3 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--export", type=Path, metavar="DIR", help=what)
     what = "resume from the newest checkpoint in OUTPUT_DIR, or start at step 0 if there is none"
     group.add_argument("--resume", action="store_true", help=what)
-
-
-def _add_launcher(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
-    group.add_argument("--deepspeed", action="store_true", help="accepted for launchers that pass it; it has no effect")

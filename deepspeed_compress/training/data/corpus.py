@@ -54,17 +54,16 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
     Raises:
         DataError: if a path is neither such a file nor a directory with one.
     """
-    return [file for path in paths for file in _files_of(path)]
-
-
-def _files_of(path: Path) -> list[Path]:
-    every = [path] if path.is_file() else sorted(path.rglob("*"))
-    found = [file for file in every if file.suffix in SUFFIXES and file.is_file()]
-    if not found:
-        raise DataError(
-            f"--data {path}: neither a {' or '.join(SUFFIXES)} file nor a directory with one; write "
-            "'python -m deepspeed_compress.training.data DIRECTORY' to fetch an example corpus"
-        )
+    found: list[Path] = []
+    for path in paths:
+        every = [path] if path.is_file() else sorted(path.rglob("*"))
+        texts = [file for file in every if file.suffix in SUFFIXES and file.is_file()]
+        if not texts:
+            raise DataError(
+                f"--data {path}: neither a {' or '.join(SUFFIXES)} file nor a directory with one; write "
+                "'python -m deepspeed_compress.training.data DIRECTORY' to fetch an example corpus"
+            )
+        found += texts
     return found
 
 
