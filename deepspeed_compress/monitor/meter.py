@@ -133,8 +133,7 @@ class Meter:
 
     def reset(self, timed: bool) -> None:
         """Begin a step, with or without GPU times."""
-        fresh = Meter(timed=timed)
-        self.__dict__.update(fresh.__dict__)
+        self.__dict__.update(vars(Meter(timed=timed)))
 
 
 def ring_reduce_scatter(size: int, ranks: int) -> int:

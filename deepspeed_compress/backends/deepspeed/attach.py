@@ -43,7 +43,6 @@ from deepspeed_compress.config import CompressConfig, CompressedWeights, parse_s
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import ExactWeights, Session
@@ -153,7 +152,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
-        write_configuration(session.journal, engine.config)
+        session.journal.write_configuration(engine.config)
     measured = [] if config.activations is None else measure_activations(engine, config.activations, session)
     announce(engine, session, parameters, engine_kind(engine), measured)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.
