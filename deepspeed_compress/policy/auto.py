@@ -8,8 +8,8 @@ kind (ABBA), so what makes all steps slower or faster meanwhile (a slow start, a
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from deepspeed_compress.choice_names import NOW, TIMES
 from deepspeed_compress.config import CompressConfig, brief
@@ -41,8 +41,7 @@ All ranks take the largest of each, so a pair has the times of the rank that beg
 waited for that one."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Milliseconds of an uncompressed step and of a compressed one."""
 
     uncompressed_ms: float
@@ -168,7 +167,7 @@ class AutoChoice(Decider):
         reason, self._chosen_ms = "no steps could be timed, so this run continues uncompressed", None
         evidence: dict[str, float] = {}
         if pairs:
-            theirs, ours = (statistics.median(times) for times in zip(*map(astuple, pairs), strict=True))
+            theirs, ours = (statistics.median(times) for times in zip(*pairs, strict=True))
             self._chosen_ms = ours if self._compresses else theirs
             evidence = {"uncompressed_ms": theirs, "compressed_ms": ours, "pairs": len(pairs), "faster": faster}
             reason = (
@@ -210,7 +209,7 @@ class AutoChoice(Decider):
             "of": self._compared,
             "compresses": self._compresses,
             "steps": self._steps,
-            "pairs": [astuple(pair) for pair in self._pairs],
+            "pairs": list(self._pairs),
             "alike": self._alike,
             "chosen_ms": self._chosen_ms,
             "interval": self._interval,

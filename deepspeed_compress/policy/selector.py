@@ -111,11 +111,9 @@ class CandidateSelector:
         """Return every choice of gradients with a small enough error, combined with every choice of weights."""
         uniform = ((one,) * len(now.gradients) for one in range(len(self.candidates)))
         options = {now.gradients, *uniform, *allocations(seen)}
-        gradients = (option for option in options if self._is_accurate(seen.error(option), step))
+        errors = {option: seen.error(option) for option in options}
+        gradients = [one for one in options if errors[one] <= self._max_error and penalty(errors[one], step) < math.inf]
         return sorted(Choice(*pair) for pair in product(gradients, range(len(self.weights))))
-
-    def _is_accurate(self, error: float, step: int) -> bool:
-        return math.isfinite(penalty(error, step)) and error <= self._max_error
 
     def _predicted(self, seen: Measurement, choice: Choice, now: Choice, step: int, hidden: float) -> float:
         """Return the seconds that `choice` needs for the progress of one uncompressed step."""

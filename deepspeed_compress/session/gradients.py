@@ -17,7 +17,8 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.policy import Policy, StepPlan
+from deepspeed_compress.policy.decider import StepPlan
+from deepspeed_compress.policy.policy import Policy
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.residual_state import ResidualState
 
@@ -35,7 +36,7 @@ class StepSettings:
     def __init__(self, config: CompressConfig, policy: Policy, reductions: GroupedReductions | None) -> None:
         self.plan = StepPlan(config.gradients, config.weights)
         """Plan of the running step."""
-        self._config, self._policy, self._reductions = config, policy, reductions
+        self.config, self.reductions, self._policy = config, reductions, policy
         self._reducers: GroupedReducers | None = None
 
     @property
@@ -57,10 +58,10 @@ class StepSettings:
     def begin(self, step: int) -> None:
         """Put the settings of optimizer step `step` (0-based) in force."""
         self.plan = plan = self._policy.begin(step)
-        settings = self._config.gradients if plan.dense else plan.settings
-        if self._reductions is not None:
+        settings = self.config.gradients if plan.dense else plan.settings
+        if self.reductions is not None:
             assert isinstance(settings, CompressedGradients)
-            self._reducers = self._reductions.at(settings, step, plan.dense, plan.flush)
+            self._reducers = self.reductions.at(settings, step, plan.dense, plan.flush)
 
 
 class GradientReductions:
@@ -69,26 +70,16 @@ class GradientReductions:
     Seams call `reduce` or `start` for every bucket. All ranks call the same methods in the same order.
 
     Args:
-        config: the section.
         settings: the settings in force.
-        reductions: the reducers for each choice of gradient settings; None for method "none".
         residuals: residuals and momenta.
         run: clock, meter, seed and pace.
         prober: measurements of candidates; None if the policy does not adapt.
     """
 
-    def __init__(
-        self,
-        config: CompressConfig,
-        settings: StepSettings,
-        reductions: GroupedReductions | None,
-        residuals: ResidualState,
-        run: Run,
-        prober: Prober | None,
-    ) -> None:
+    def __init__(self, settings: StepSettings, residuals: ResidualState, run: Run, prober: Prober | None) -> None:
         self.scale: float | None = None
         """Scale of the sums that all ranks receive, from the latest reduction."""
-        self._config, self._settings, self._reductions, self._residuals = config, settings, reductions, residuals
+        self._settings, self._residuals = settings, residuals
         self._clock, self._meter, self._prober = run.clock, run.meter, prober
         self._discards: list[Callable[[], None]] = []
 
@@ -99,10 +90,10 @@ class GradientReductions:
 
     def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
         """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
-        gradients = self._config.gradients
-        assert self._reductions is not None
+        gradients, reductions = self._settings.config.gradients, self._settings.reductions
+        assert reductions is not None
         assert isinstance(gradients, CompressedGradients)
-        return self._reductions.at(gradients, step).of(partition)
+        return reductions.at(gradients, step).of(partition)
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
@@ -170,10 +161,6 @@ class GradientReductions:
         begin = reducer.start_all_reduce if everywhere else reducer.start_reduce_scatter
         return begin(bucket, partition, scale, number)
 
-    def forget_step(self) -> None:
-        """Roll back what the running step has written into error-feedback buffers and momenta."""
-        self._residuals.rollback()
-
     def on_interruption(self, discard: Callable[[], None]) -> Callable[[], None]:
         """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished.
 
@@ -202,7 +189,7 @@ class GradientReductions:
 
     def _compares(self) -> bool:
         """Return True if the running step, every `cosine_every`-th, compares a bucket with the true sum."""
-        every = self._config.monitor.cosine_every
+        every = self._settings.config.monitor.cosine_every
         return every > 0 and (self._clock.step + 1) % every == 0 and not self._settings.plan.dense
 
     def _is_compared(self, reducer: Reducer) -> bool:

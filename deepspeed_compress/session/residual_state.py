@@ -66,7 +66,10 @@ class ResidualState:
             dense: True if the step sent everything uncompressed.
         """
         if self._prunes and finished.applied and not dense:
-            self._prune()
+            # Drop the residuals of elements that other ranks own; the first step has shown which they are.
+            for store in self._of(OWNED):
+                store.prune()
+            self._prunes = False
         for store in self.by_name.values():
             store.commit() if finished.applied else store.rollback()
             if finished.scale_after != finished.scale_before:
@@ -75,7 +78,7 @@ class ResidualState:
             self.clear_residuals()
 
     def rollback(self) -> None:
-        """Roll back what the running step has written."""
+        """Roll back what the running step has written into error-feedback buffers and momenta."""
         for store in self.by_name.values():
             store.rollback()
 
@@ -132,9 +135,3 @@ class ResidualState:
                 for piece, values in list(means.items()):
                     gradients.add([(piece, values / scale)], values.device)
                 means.clear()
-
-    def _prune(self) -> None:
-        """Drop the residuals of elements that other ranks own; the first step has shown which they are."""
-        for store in self._of(OWNED):
-            store.prune()
-        self._prunes = False

@@ -16,7 +16,8 @@ from deepspeed_compress.config import SECTION, PowerSGDGradients, WeightsConfig,
 from deepspeed_compress.errors import CompressWarning, SeamError
 from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, StepStatistics
 from deepspeed_compress.monitor.journal import utc_now
-from deepspeed_compress.policy import Observation, Policy, StepPlan
+from deepspeed_compress.policy.decider import Observation, StepPlan
+from deepspeed_compress.policy.policy import Policy
 from deepspeed_compress.session.engine import BackgroundCheckpoints, EngineDescription, IslandExchanges
 from deepspeed_compress.session.gradients import GradientReductions, StepSettings
 from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run
@@ -100,10 +101,14 @@ class Session:
             self.subscribe(writer.write)
         total = total_steps(engine.document, config.schedule)
         self.policy = Policy(config, total, self._log.record, engine.differences)
-        self.reductions = _make_reductions(engine, self.run)
+        self.reductions: GroupedReductions | None = None
         """Reducers for each choice of gradient settings; None for method "none", which leaves them to the engine."""
+        compresses = config.gradients.method != "none"
+        stores = ResidualStores(engine.transactional and compresses)
+        if compresses:
+            context = ReductionContext(engine.make_groups(), engine.parameters, stores, self.run)
+            self.reductions = GroupedReductions(context, engine.find_separate())
         self._settings = StepSettings(config, self.policy, self.reductions)
-        stores = ResidualStores(False) if self.reductions is None else self.reductions.context.stores
         self.residuals = ResidualState(stores, config)
         """Residuals and momenta."""
         self._largest = partial(largest_of_all, device=device, group=engine.deciding)
@@ -115,9 +120,7 @@ class Session:
         """Measurements of candidates; None if the policy does not adapt."""
         if self.policy.adaptation is not None:
             self.prober = Prober(self.policy.adaptation.selector, self.parameters, device, engine.deciding)
-        self.gradients = GradientReductions(
-            config, self._settings, self.reductions, self.residuals, self.run, self.prober
-        )
+        self.gradients = GradientReductions(self._settings, self.residuals, self.run, self.prober)
         """Reductions of gradient buckets."""
         self.exact: ExactWeights | None = None
         """Updater of compressed weights; None if weights never lag behind the fp32 master weights."""
@@ -293,10 +296,6 @@ class Session:
         """Note that the engine, when it was made, has loaded a checkpoint with `client_state`."""
         self.resumed = client_state
 
-    def reset(self) -> None:
-        """Forget everything that is kept between steps."""
-        self.residuals.clear()
-
     def begin(self, step: int, loss_scale: float) -> None:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
@@ -372,11 +371,3 @@ class Session:
         """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
         norm = self.residuals.residual_norm(finished.scale_after)
         return None if self.losses is None or norm is None else self._largest([norm])[0]
-
-
-def _make_reductions(engine: EngineDescription, run: Run) -> GroupedReductions | None:
-    if engine.config.gradients.method == "none":
-        return None
-    stores = ResidualStores(engine.transactional)
-    context = ReductionContext(engine.make_groups(), engine.parameters, stores, run)
-    return GroupedReductions(context, engine.find_separate())

@@ -62,7 +62,7 @@ class CompressionState(Participant):
         if found is None:
             return
         engine, session = self._engine, self._session
-        session.reset()
+        session.residuals.clear()
         if request.loads_states:
             # In case the checkpoint does not name its run.
             session.journal.adopt(None)

@@ -346,7 +346,7 @@ class EarlyReductions:
             nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
             pending.finish(nothing)
         step.sent.clear()
-        self._session.gradients.forget_step()
+        self._session.residuals.rollback()
 
     def _sorted(self, step: _Step) -> BucketOrder:
         """Return the buckets of the plan in the order in which they became complete on rank 0. Collective.
