@@ -105,7 +105,7 @@ _IMPLIED: Mapping[str, Mapping[str, int]] = {"sign": {"levels": 2}}
 
 def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsConfig:
     """Return `gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
-    return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
+    return settings_of(merged(gradients, patch)) if patch else gradients
 
 
 def patched_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> WeightsConfig:
