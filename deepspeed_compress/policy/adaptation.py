@@ -1,5 +1,6 @@
 """The decider of `adaptive`: the choice in force, measured again periodically and when steps become much slower."""
 
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
@@ -67,7 +68,7 @@ class Adaptation(Decider):
 
         A measurement that is not finite changes nothing and is repeated soon.
         """
-        if not seen.is_finite:
+        if not math.isfinite(sum(seen.norms)):
             self._next = step + MIN_INTERVAL
             return
         before, text = (self._settings, self._weights), self._text

@@ -143,7 +143,12 @@ class AutoChoice(Decider):
         """
         first, second, reshaped, is_stuck = -figures[0], -figures[1], bool(figures[2]), bool(figures[3])
         if is_stuck:
-            self._stop(step)
+            # Steps of the present kind remain, and nothing is measured any more.
+            if self._compresses is None:
+                self._compresses = not _is_alone(self._steps - 1)
+            self._chosen_ms = None
+            reason = "other code on some rank prevents a change, so the run continues as it is"
+            self._record(Event(step, "auto", reason, {}, self._text, self._text))
         elif self.measures:
             self._compare(step, first, second, reshaped)
         else:
@@ -189,14 +194,6 @@ class AutoChoice(Decider):
         self.restart()
         reason = f"steps take {now:.0f} ms, and took {before:.0f} ms at the last comparison, so it is repeated"
         self._record(Event(step, "auto", reason, {"before_ms": before, "now_ms": now}, text, text))
-
-    def _stop(self, step: int) -> None:
-        """End the comparison without measuring further. Steps of the present kind remain."""
-        if self._compresses is None:
-            self._compresses = not _is_alone(self._steps - 1)
-        self._chosen_ms = None
-        reason = "other code on some rank prevents a change, so the run continues as it is"
-        self._record(Event(step, "auto", reason, {}, self._text, self._text))
 
     @property
     def _text(self) -> str:

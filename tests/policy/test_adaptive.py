@@ -19,8 +19,7 @@ from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.decider import Observation, StepPlan
 from deepspeed_compress.policy.measurement import AlphaBeta, Choice, Measurement
-from deepspeed_compress.policy.penalty import CURVES, penalty
-from deepspeed_compress.policy.selector import CandidateSelector, allocations
+from deepspeed_compress.policy.selector import CURVES, CandidateSelector, allocations, penalty
 from deepspeed_compress.session.probing import Prober
 
 MB = 1e6

@@ -14,9 +14,8 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.decider import StepPlan
 from deepspeed_compress.policy.measurement import AlphaBeta, Choice, Measurement, WeightCosts
-from deepspeed_compress.policy.penalty import penalty, weights_penalty
 from deepspeed_compress.policy.policy import Policy
-from deepspeed_compress.policy.selector import CandidateSelector
+from deepspeed_compress.policy.selector import CandidateSelector, penalty, weights_penalty
 
 SIGN = {"method": "sign"}
 THREE = {"method": "sign", "levels": 3}
