@@ -10,7 +10,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_compress.collectives.objects import of_first
-
-
-@dataclass(frozen=True)
-class StepMeans:
-    """Means over all ranks of one step: `loss` (or the metric in its place), and the time that the step took."""
-
-    loss: float | None = None
-    step_ms: float | None = None
 
 
 class _Late:
@@ -92,22 +83,25 @@ class Losses(_Late):
         """Judge training by `metric` (less is better) instead of the loss of this step."""
         self._add(2, float(metric))
 
-    def next(self, step_ms: float | None) -> StepMeans:
+    def next(self, step_ms: float | None) -> tuple[float | None, float | None]:
         """Return the means of the previous step, and begin to sum those of the step that has just ended. Collective.
 
         Args:
             step_ms: milliseconds that the step has taken; None to leave it out.
+
+        Returns:
+            The mean loss (or the metric in its place) and the mean milliseconds; None if unknown.
         """
         if step_ms is not None:
             self._add(4, step_ms)
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         former = self._exchange(sums)
         if former is None:
-            return StepMeans()
+            return None, None
         # The sums of losses, metrics and milliseconds, each followed by its count.
         loss, losses, metric, metrics, milliseconds, times = former
         judged = metric / metrics if metrics else loss / losses if losses else None
-        return StepMeans(judged, milliseconds / times if times else None)
+        return judged, milliseconds / times if times else None
 
     def load(self, saved: list[float] | None) -> None:
         """Restore the sums that `saved` returned."""

@@ -38,19 +38,8 @@ MESSAGE = 2**20
 """Elements of the message from which sizes are computed, and of samples that are only timed."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Cost and error of one candidate.
-
-    Attributes:
-        errors: squared errors, by group of parameters.
-        sizes: bytes sent, by group of parameters.
-        seconds: time to encode and decode a step.
-    """
-
-    errors: Sequence[float]
-    sizes: Sequence[float]
-    seconds: float
+Trial = tuple[Sequence[float], Sequence[float], float]
+"""Squared errors and bytes sent of a candidate, by group of parameters, and its seconds to encode and decode a step."""
 
 
 @dataclass
@@ -120,7 +109,10 @@ class Prober:
         """Sample `bucket`, which is about to be reduced to its owners, or to all ranks if `everywhere`."""
         to_all = (partition.world_size - 1) * everywhere
         for segment in partition.segments:
-            sample = self._samples[self._group(segment.parameter)]
+            name = self._parameters.user_name(segment.parameter)
+            matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, name))
+            # Parameters that match no pattern are the last group.
+            sample = self._samples[next(matches, -1)]
             sample.sent += segment.numel * (1 if segment.owner != rank else to_all)
             count = max(1, segment.numel // (RATE * SLICE_NUMEL))
             stride = segment.numel // count
@@ -128,11 +120,6 @@ class Prober:
                 values = bucket.narrow(0, segment.offset + first, min(SLICE_NUMEL, stride)).to(torch.float32, copy=True)
                 sample.slices.append(values)
                 sample.stands_for.append(segment.numel / count / values.numel())
-
-    def _group(self, name: str) -> int:
-        called = self._parameters.user_name(name)
-        matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, called))
-        return next(matches, len(self._adaptive.groups))
 
     def forget(self) -> None:
         """Drop the samples of a step that is not measured."""
@@ -153,14 +140,16 @@ class Prober:
         sent = [sample.sent for sample in samples]
         norms = [weighted(x, weights) for x, weights in joined]
         tried = [self._try(settings, joined, sent) for settings in self._adaptive.candidates]
-        sums = self._reduced([waited, step, *norms, *(x for one in tried for x in (*one.errors, *one.sizes))], "SUM")
+        sums = self._reduced(
+            [waited, step, *norms, *(x for errors, sizes, _ in tried for x in (*errors, *sizes))], "SUM"
+        )
         count, world = len(samples), dist.get_world_size(self._everyone)
         rows = [sums[start : start + count] for start in range(2, len(sums), count)]
         return Measurement(
             errors=tuple(map(tuple, rows[1::2])),
             norms=tuple(rows[0]),
             sizes=tuple(tuple(size / world for size in row) for row in rows[2::2]),
-            codec_seconds=tuple(self._reduced([one.seconds for one in tried], "MAX")),
+            codec_seconds=tuple(self._reduced([seconds for *_, seconds in tried], "MAX")),
             link=self._link(group),
             waited=sums[0] / world,
             step=sums[1] / world,
@@ -172,14 +161,14 @@ class Prober:
         """Try a candidate on a sample, `joined`, if this rank sends `sent` elements; both are by group."""
         errors = [0.0] * len(sent)
         if not isinstance(settings, MethodConfig):
-            return Trial(errors, [float(self._parameters.dtype.itemsize * numel) for numel in sent], 0.0)
+            return errors, [float(self._parameters.dtype.itemsize * numel) for numel in sent], 0.0
         compressor, begin = settings.compressor(), now(self._device)
         left = [_left(compressor, x) for x, _ in joined]
         elapsed, numel = now(self._device) - begin, sum(x.numel() for x, _ in joined)
         # The error of one message does not describe a momentum, and these methods have no other candidates.
         if settings.method not in OWN_MOMENTUM:
             errors = [weighted(rest, weights) for rest, (_, weights) in zip(left, joined, strict=True)]
-        return Trial(errors, [bytes_each(compressor) * one for one in sent], elapsed * sum(sent) / max(numel, 1))
+        return errors, [bytes_each(compressor) * one for one in sent], elapsed * sum(sent) / max(numel, 1)
 
     def _measure_weights(self, sample: Tensor, world: int, traffic: WeightTraffic) -> WeightCosts:
         """Return the costs of all weight candidates. The time of a codec does not depend on the encoded values."""

@@ -11,12 +11,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.config.models import Monitor
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.monitor import (
-    KINDS,
-    SAVED,
-    Meter,
-    StepStatistics,
-)
+from deepspeed_compress.monitor import KINDS, SAVED, Meter, StepStatistics
 from deepspeed_compress.monitor.meter import peak_memory
 from deepspeed_compress.policy.decider import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes

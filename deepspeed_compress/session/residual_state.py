@@ -44,19 +44,15 @@ class ResidualState:
     def __init__(self, stores: ResidualStores, config: CompressConfig) -> None:
         self._prunes = False
         """True after a state of other ranks was restored: residuals of all owners are here."""
-        self._stores, self._config = stores, config
+        self.stores, self._config = stores, config
         gradients = config.gradients
         kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
         self._forget_every = kept.reset_interval if isinstance(kept, ErrorFeedbackConfig) else None
 
     @property
     def by_name(self) -> Mapping[str, Residuals]:
-        return self._stores.by_name
-
-    @property
-    def transactional(self) -> bool:
-        """Return True if what a step has written can be rolled back."""
-        return self._stores.transactional
+        """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
+        return self.stores.by_name
 
     def settle(self, finished: FinishedStep, dense: bool) -> None:
         """Commit what the step has written, or roll it back if the step was skipped.
@@ -116,7 +112,7 @@ class ResidualState:
             if kind_of(name) in _OF_SOME:
                 shared = kind_of(name) in SHARED
                 on_host = kept is not None and kept.on_host and not shared
-                self._stores.get(name, storage[name], on_host, scaled=not shared)
+                self.stores.get(name, storage[name], on_host, scaled=not shared)
 
     def restored(self, same_ranks: bool) -> None:
         """Note that a state was restored; residuals of owners are still to be dropped if other ranks saved it."""

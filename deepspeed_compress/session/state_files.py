@@ -49,7 +49,7 @@ class Place:
 def save_state_files(session: Session, directory: Path, place: Place, moment: Moment, write: Write) -> None:
     """Have `write` write the files of this rank."""
     section, decisions = masked(session.config.model_dump(mode="json")), session.decisions()
-    kept = state.contents(session.stores, place.position, moment, section, decisions)
+    kept = state.contents(session.residuals.by_name, place.position, moment, section, decisions)
     write(kept, state.state_file(directory, place.rank))
 
 
@@ -91,9 +91,9 @@ def _restore(session: Session, directory: Path, place: Place, loss_scale: float,
     check_owners(found[0][1], session.config)
     if session.reductions is not None:
         check_parameters([description for _, description in found], session.parameters)
-    check_experts(found[0][1], session.stores, place.position)
+    check_experts(found[0][1], session.residuals.by_name, place.position)
     session.residuals.expect(found[0][1].storage)
-    same = state.restore(session.stores, found, place.position, loss_scale, place.device)
+    same = state.restore(session.residuals.by_name, found, place.position, loss_scale, place.device)
     session.residuals.restored(same)
     file, description = found[0]
     try:

@@ -44,7 +44,7 @@ def measure_activations(engine: Any, activations: Activations, session: Session)
     )
     for one in measured:
         if not one.pays:
-            session.record(one.event(engine.global_steps))
+            session.log.record(one.event(engine.global_steps))
     return measured
 
 
