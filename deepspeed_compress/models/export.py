@@ -124,10 +124,10 @@ class _Writer:
         name = saved_name(name, self.config)
         if name in self.pending or any(name in names for _, names in self.written):
             return
-        if self.pending and _bytes(self.pending.values()) + _bytes([tensor]) > FILE_BYTES:
+        if self.pending and sum(one.nbytes for one in self.pending.values()) + tensor.nbytes > FILE_BYTES:
             self._write()
         self.pending[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self.total += _bytes([tensor])
+        self.total += tensor.nbytes
 
     def finish(self) -> None:
         self._write()
@@ -149,7 +149,3 @@ class _Writer:
         save_file(self.pending, scratch, metadata={"format": "pt"})
         self.written.append((scratch, list(self.pending)))
         self.pending = {}
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -113,7 +113,7 @@ def _replacements() -> tuple[tuple[Any, str, Any], ...]:
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *args: None),
         (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "current_stream", lambda *args: _STREAM),
+        (torch.cuda, "current_stream", lambda *args: _Stream()),
         (torch.cuda, "stream", nullcontext),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_host),
         (torch.cuda, "manual_seed", torch.manual_seed),
@@ -136,9 +136,6 @@ class _Stream:
         return self
 
     def synchronize(self) -> None: ...
-
-
-_STREAM = _Stream()
 
 
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

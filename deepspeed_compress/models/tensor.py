@@ -33,7 +33,7 @@ def split_layers(module: nn.Module, config: PretrainedConfig, modules: Modules, 
     """Split the layers of `module` that `modules` names between the ranks of `group`. Weights are filled in afterwards.
 
     Returns:
-        The splitter, for `finish_split`.
+        The splitter, which registers hooks once the weights are there.
     """
     # Otherwise the weights of DeepSpeed's layers require no gradient.
     set_autotp_mode(training=True)
@@ -56,13 +56,6 @@ def split_layers(module: nn.Module, config: PretrainedConfig, modules: Modules, 
         if name.rpartition(".")[2] == modules.attention:
             modules.narrow(child, splitter.mp_size)
     return splitter
-
-
-def finish_split(splitter: AutoTP, module: Any) -> None:
-    """Register the hooks that sum the gradients of replicated norms. Call this after the weights are filled in."""
-    splitter.register_replicated_grad_hooks(module)
-    # Tell DeepSpeed not to split the module again.
-    module.ds_autotp_parsed = True
 
 
 def _partition(config: PretrainedConfig, modules: Modules, size: int) -> AutoTPConfig:
