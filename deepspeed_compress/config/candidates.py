@@ -3,9 +3,6 @@
 A candidate must be able to replace every other one during a run, and the value of its steps must be known.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.places import (
     BlockwiseWeights,
@@ -15,9 +12,7 @@ from deepspeed_compress.config.places import (
     WeightsConfig,
 )
 from deepspeed_compress.config.problems import listed
-from deepspeed_compress.config.schedules import OWN_MOMENTUM, patched, patched_weights
-
-Patch = Mapping[str, Any]
+from deepspeed_compress.config.schedules import OWN_MOMENTUM, Patch, patched, patched_weights
 
 NEVER_CHOSEN = OWN_MOMENTUM | {"powersgd"}
 """Methods that cannot alternate with others."""

@@ -26,8 +26,12 @@ def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
         return dict(source)
     if os.path.exists(source):
         return _parse(_read(Path(source)), str(source))
-    text = _decode_base64(str(source))
-    if text is None:
+    try:
+        text = base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        text = ""
+    # A file name may happen to be valid base64, but hardly of text that looks like an object.
+    if "{" not in text and ":" not in text:
         raise ConfigError(
             f"{source}: no such file, and no configuration in base64. Write the path of a ds_config.json."
         )
@@ -45,15 +49,6 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}). Make the file readable.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save the file with UTF-8 encoding.") from error
-
-
-def _decode_base64(text: str) -> str | None:
-    try:
-        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
-    except ValueError:
-        return None
-    # A file name may happen to be valid base64, but hardly of text that looks like an object.
-    return decoded if "{" in decoded or ":" in decoded else None
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
