@@ -3,6 +3,10 @@
 Importing the package is light: torch and deepspeed are loaded when an entry point is first used.
 """
 
+import atexit
+import gc
+import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -20,7 +24,6 @@ from deepspeed_compress.errors import (
     UnsupportedError,
     install_command,
 )
-from deepspeed_compress.program_warnings import warn_at_exit
 
 __all__ = [
     "CompressError",
@@ -83,4 +86,23 @@ def _check_installed(name: str, needed: tuple[str, ...]) -> None:
         raise ImportError(f"deepspeed_compress.{name} needs {', '.join(missing)}; write: {INSTALL_TO_TRAIN}")
 
 
-warn_at_exit()
+@atexit.register
+def _check_engines() -> None:
+    """Issue a CompressWarning if engines have the section but the program never used an entry point.
+
+    `import deepspeed_compress` alone compresses nothing, and DeepSpeed ignores sections that it does not know. Noticing
+    an engine when it is made would require importing and patching DeepSpeed. At exit, engines can be found at no cost.
+    """
+    made = vars(sys.modules.get("deepspeed.runtime.engine", object)).get("DeepSpeedEngine")
+    # If this module is loaded, the program has used an entry point, which reports its own problems.
+    if made is None or "deepspeed_compress.backends.deepspeed" in sys.modules:
+        return
+    # Not isinstance, which reads `__class__`: some objects import modules when it is read.
+    engines = [one for one in gc.get_objects() if issubclass(type(one), made)]
+    if any(__name__ in getattr(vars(engine).get("_config"), "_param_dict", ()) for engine in engines):
+        text = (
+            f'nothing was compressed: an engine was made with "{__name__}" in its configuration, but not by this '
+            "package. Call deepspeed_compress.install() first, call deepspeed_compress.initialize in place of "
+            "deepspeed.initialize, or start the program with ds-compress run"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=1)

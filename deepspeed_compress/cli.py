@@ -21,19 +21,19 @@ class Command:
     Attributes:
         name: Name of the subcommand.
         summary: One line that says what it does.
-        examples: Examples of its use; none for a command with subcommands, which show their own.
         arguments: Function that adds its options to a parser.
         run: Function that takes the parsed options and returns the exit code. Subcommands of the second level each
             have their own.
+        examples: Examples of its use; none for a command with subcommands, which show their own.
         passes_on: Whether the command passes on everything after its own options.
         failed: Exit code if the command cannot read its input or write its output.
     """
 
     name: str
     summary: str
-    examples: tuple[str, ...]
     arguments: str
     run: str = ""
+    examples: tuple[str, ...] = ()
     passes_on: bool = False
     failed: int = 1
 
@@ -143,100 +143,95 @@ COMMANDS = (
     Command(
         "bench",
         "Measure training steps, messages and kernels, here or on emulated slow networks.",
-        (),
         "tools.bench.options:add_arguments",
     ),
     Command(
         "check",
         "List every error of the deepspeed_compress section, or show it with its defaults.",
-        ("check ds_config.json", "check ds_config.json --world-size 8"),
         "tools.options:add_check_arguments",
         "tools.check:run",
+        ("check ds_config.json", "check ds_config.json --world-size 8"),
     ),
     Command(
         "checkpoint",
         "List checkpoints, compare their files with their digests, convert one for other sizes, or remove old ones.",
-        (),
         "tools.options:add_checkpoint_arguments",
     ),
     Command(
         "doctor",
         "Find what holds a run back, from its statistics, and what to change.",
-        ("doctor runs/int4", "doctor runs/int4 --baseline runs/dense --json"),
         "tools.options:add_doctor_arguments",
         "tools.doctor.command:run",
+        ("doctor runs/int4", "doctor runs/int4 --baseline runs/dense --json"),
         failed=2,
     ),
     Command(
         "islands",
         "Coordinate islands that come and go, show which are connected, or go on without dead ones.",
-        (),
         "tools.options:add_islands_arguments",
     ),
     Command(
         "lint",
         "Find what is wrong with DeepSpeed configurations, with or without compression.",
-        ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix ds_config.json"),
         "tools.lint.options:add_lint_arguments",
         "tools.lint.command:run",
+        ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix ds_config.json"),
         failed=2,
     ),
     Command(
         "plan",
         "Predict the fastest layout on a cluster, what a schedule does in which step, or what islands' exchanges take.",
-        (),
         "tools.options:add_plan_arguments",
     ),
     Command(
         "report",
         "Make a page of a run: loss, time, bytes sent, settings, events.",
-        ("report runs/int4", "report runs/int4 --baseline runs/dense --output reports"),
         "tools.options:add_report_arguments",
         "tools.report:run",
+        ("report runs/int4", "report runs/int4 --baseline runs/dense --output reports"),
     ),
     Command(
         "rollout",
         "Serve the weights of a policy to ranks and rollout workers, or export them for SGLang or PEFT.",
-        (),
         "tools.options:add_rollout_arguments",
     ),
     Command(
         "rule",
         "Explain rules of the linter.",
-        ("rule DSC201", "rule --all"),
         "tools.lint.options:add_rule_arguments",
         "tools.lint.command:explain",
+        ("rule DSC201", "rule --all"),
         failed=2,
     ),
     Command(
         "run",
         "Start an unmodified training script with compression installed.",
+        "tools.options:add_run_arguments",
+        "tools.run:run",
         (
             "run --num_gpus 2 train.py --deepspeed ds_config.json",
             "run --launcher torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
             "run llamafactory-cli train train.yaml",
             "run --restarts 10 --ranks 8 train.py --deepspeed ds_config.json",
         ),
-        "tools.options:add_run_arguments",
-        "tools.run:run",
         passes_on=True,
     ),
     Command(
         "schema",
         "Print the JSON Schema of the deepspeed_compress section or of a whole file for editors, or a table of keys.",
-        ("schema --file --output ds_config.schema.json", "schema --markdown"),
         "tools.options:add_schema_arguments",
         "tools.schema:run",
+        ("schema --file --output ds_config.schema.json", "schema --markdown"),
     ),
     Command(
         "tune",
         "Find the fastest settings that keep the loss, by short real trials of your own script.",
+        "tools.options:add_tune_arguments",
+        "tools.tune.command:run",
         (
             "tune --config ds_config.json --num_gpus 2 train.py --deepspeed ds_config.json",
             "tune --config ds_config.json --target-loss-gap 0.5% --time-budget 2h --num_gpus 8 train.py",
         ),
-        "tools.options:add_tune_arguments",
-        "tools.tune.command:run",
         passes_on=True,
     ),
 )

@@ -14,18 +14,6 @@ CompressWarning (a UserWarning)   a setting has no effect, or costs more than it
 
 from pathlib import Path
 
-__all__ = [
-    "CompressError",
-    "CompressWarning",
-    "ConfigError",
-    "DataError",
-    "IslandError",
-    "RolloutError",
-    "SeamError",
-    "StateError",
-    "UnsupportedError",
-]
-
 
 class CompressError(Exception):
     """Base class of every error of this package."""

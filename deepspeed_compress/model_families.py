@@ -50,10 +50,6 @@ def read_config(path: Path) -> dict[str, Any]:
 Sizes = tuple[int, ...]
 
 
-def _nothing(attention: Any, tensor: int) -> None:
-    """Change nothing: most attention modules take the number of heads from the shape of their input."""
-
-
 def _narrow_gpt2(attention: Any, tensor: int) -> None:
     attention.split_size //= tensor
 
@@ -62,10 +58,6 @@ def _narrow_phi3(attention: Any, tensor: int) -> None:
     """Divide the number of query heads in the config. AutoTP itself divides the number of key-value heads."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= tensor
-
-
-def _no_fusion(config: Any) -> Mapping[str, Sizes]:
-    return {}
 
 
 def _query_key_value(config: Any) -> Sizes:
@@ -89,7 +81,8 @@ class Modules:
         positions: the learned position embedding in `prologue`.
         fused: returns the modules in `columns` that hold several matrices one after the other, with their row counts.
         norms: modules that are replicated but process only this rank's heads.
-        narrow: reduces the head count of an attention module to that of one rank out of the given number.
+        narrow: reduces the head count of an attention module to that of one rank out of the given number. Most modules
+            take it from the shape of their input.
     """
 
     backbone: str
@@ -100,9 +93,9 @@ class Modules:
     rows: tuple[str, ...]
     prologue: tuple[str, ...] = ()
     positions: str | None = None
-    fused: Callable[[Any], Mapping[str, Sizes]] = _no_fusion
+    fused: Callable[[Any], Mapping[str, Sizes]] = lambda config: {}
     norms: tuple[str, ...] = ()
-    narrow: Callable[[Any, int], None] = _nothing
+    narrow: Callable[[Any, int], None] = lambda attention, tensor: None
 
 
 _GATED_MLP = ("mlp.gate_proj", "mlp.up_proj")

@@ -5,10 +5,10 @@ This is an ordinary megatron-core program. One call attaches compression to the 
     python -m deepspeed_compress.training.data data/shakespeare
     echo '{"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}' >int4.json
     torchrun --nproc_per_node 4 launch/train_megatron.py --config int4.json --data data/shakespeare \\
-        --output-dir runs/megatron --steps 300 --pipeline 2 --distributed-optimizer --overlap --to-hf runs/model
+        --output-dir runs/megatron --steps 300 --pipeline 2 --distributed-optimizer --overlap
 
-It uses megatron-core's own layers, without Transformer Engine and Apex. Without CUDA it trains on the CPU. See
-docs/engines.md.
+It uses megatron-core's own layers and their initialization, without Transformer Engine and Apex. Without CUDA it
+trains on the CPU. See docs/engines.md.
 """
 
 import argparse
@@ -35,14 +35,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, PretrainedConfig
 
 import deepspeed_compress
-from deepspeed_compress.models import read_model_config
-from deepspeed_compress.models.megatron import gpt_options, load_weights, save_pretrained, without_cuda
+from deepspeed_compress.models.megatron import gpt_options, without_cuda
 from deepspeed_compress.training.data.corpus import text_files
 from deepspeed_compress.training.data.tokens import (
     Windows,
     build_cache,
     cache_key,
-    load_tokenizer,
     open_cache,
     split_windows,
     step_starts,
@@ -50,7 +48,7 @@ from deepspeed_compress.training.data.tokens import (
 )
 
 SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
-"""Default sizes of the model, if --from-hf is not given."""
+"""Default sizes of the model."""
 
 
 def main() -> None:
@@ -61,27 +59,22 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, evaluate and export."""
+    """Train and evaluate."""
     start(options)
     described = describe(options)
     train, held_out = read_data(options, described.vocab_size)
     config = model_config(options, described)
     modules = [gpt(options, described, config, number) for number in range(options.virtual or 1)]
-    if options.from_hf is not None:
-        load_weights(modules, options.from_hf, described, options.seed)
     chunks = [wrapped(options, config, module, first=number == 0) for number, module in enumerate(modules)]
     optimizer = make_optimizer(options, chunks, lr=options.lr, adam_beta2=0.95, weight_decay=0.1, clip_grad=1.0)
-    compression = None
     if options.config is not None:
-        compression = deepspeed_compress.megatron.attach(chunks, optimizer, str(options.config))
+        deepspeed_compress.megatron.attach(chunks, optimizer, str(options.config))
     steps = Steps(options, config, chunks, optimizer)
     for step in range(1, options.steps + 1):
         loss = steps.train(batches(options, train, (options.seed, step)))
         if step % options.log_every == 0 or step == options.steps:
             report(options, {"step": step, "loss": loss})
     report(options, {"step": options.steps, "eval_loss": evaluate(options, steps, held_out)})
-    if options.to_hf is not None:
-        export(options, described, chunks, compression)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -99,19 +92,10 @@ def parse_options() -> argparse.Namespace:
         help="directory for losses (metrics.jsonl), tokenizer and encoded text",
     )
     add("--tokenizer", type=Path, metavar="DIR", help="directory with tokenizer.json; trained if missing")
-    add(
-        "--from-hf",
-        type=Path,
-        metavar="DIR",
-        help="initial GPT-2: a Hugging Face directory or a config",
-    )
-    add("--to-hf", type=Path, metavar="DIR", help="directory for the trained model in Hugging Face format")
     numbers = {"steps": 300, "seed": 0, "log-every": 10, "seq-len": 128, "micro-batch": 4, "micro-batches": 1}
     layout = {"tensor": 1, "pipeline": 1, "virtual": 0}
-    for name, default in {**numbers, **layout}.items():
+    for name, default in {**numbers, **layout, **SIZES}.items():
         add(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
-    for name, default in SIZES.items():
-        add(f"--{name}", type=int, metavar="N", help=f"default: {default}; not allowed with --from-hf")
     add("--lr", type=float, default=1e-3, help="constant learning rate of Adam; default: 1e-3")
     add("--bf16", action="store_true", help="weights in bf16, gradients accumulated in fp32")
     add(
@@ -121,29 +105,18 @@ def parse_options() -> argparse.Namespace:
     )
     add("--overlap", action="store_true", help="send gradients and weights during backward and forward")
     options = parser.parse_args()
-    given = [f"--{name}" for name in SIZES if getattr(options, name) is not None]
-    if options.from_hf is not None and given:
-        parser.error(f"{', '.join(given)}: not allowed with --from-hf, whose config has the sizes; remove them")
-    options.tokenizer = options.tokenizer or own_tokenizer(options.from_hf) or options.output_dir / "tokenizer"
+    options.tokenizer = options.tokenizer or options.output_dir / "tokenizer"
     return options
 
 
-def own_tokenizer(directory: Path | None) -> Path | None:
-    """Return `directory` if it has a tokenizer, else None."""
-    return directory if directory is not None and (directory / "tokenizer.json").is_file() else None
-
-
 def describe(options: argparse.Namespace) -> PretrainedConfig:
-    """Return the transformers config of the model: that of --from-hf, or one with the given sizes."""
-    if options.from_hf is not None:
-        return read_model_config(options.from_hf)
-    sizes = {name: getattr(options, name) or default for name, default in SIZES.items()}
+    """Return the transformers config of a GPT-2 with the sizes of `options`."""
     return GPT2Config(
-        vocab_size=sizes["vocab"],
+        vocab_size=options.vocab,
         n_positions=options.seq_len,
-        n_embd=sizes["hidden"],
-        n_layer=sizes["layers"],
-        n_head=sizes["heads"],
+        n_embd=options.hidden,
+        n_layer=options.layers,
+        n_head=options.heads,
         activation_function="gelu",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -322,20 +295,6 @@ def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = losses.float().mean()
     # Megatron's schedule divides the first value by the number of micro-batches in place.
     return loss, {"loss": loss.detach().clone()}
-
-
-def export(
-    options: argparse.Namespace, described: PretrainedConfig, chunks: list[DistributedDataParallel], compression: Any
-) -> None:
-    """Write the model and its tokenizer in Hugging Face format."""
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
-    if compression is not None:
-        compression.synchronise()
-    save_pretrained(chunks, described, options.to_hf)
-    if dist.get_rank() == 0:
-        load_tokenizer(options.tokenizer).save_pretrained(options.to_hf)
 
 
 def report(options: argparse.Namespace, figures: dict[str, float]) -> None:

@@ -36,13 +36,10 @@ def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
 
 
 TABLE = {
-    "__init__": allow(
-        "errors program_warnings", lazily="backends.deepspeed.attach backends.deepspeed.initialize integrations"
-    ),
+    "__init__": allow("errors", lazily="backends.deepspeed.attach backends.deepspeed.initialize integrations"),
     "errors": allow(),
     "choice_names": allow(),
     "diagnostics": allow(),
-    "program_warnings": allow("errors"),
     "safe_files": allow("errors"),
     "config": allow("choice_names diagnostics errors safe_files", "pydantic pydantic_core hjson", lazily="compression"),
     "compression": allow(),
@@ -106,7 +103,7 @@ TABLE = {
     "backends.deepspeed.seams": allow("errors", "packaging"),
     "backends.deepspeed.versions": allow("", "deepspeed packaging"),
     "backends.deepspeed.attach": allow(
-        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors monitor session",
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives config errors session",
         "torch deepspeed",
     ),
     "backends.deepspeed.initialize": allow(

@@ -24,7 +24,6 @@ from deepspeed_compress.config import SECTION, CompressConfig, check_world, pars
 from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.model_families import user_name
-from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.reporting import Sizes
@@ -93,7 +92,7 @@ class Attached:
         An error on one rank raises StateError on all ranks or, with `on_missing_state` "reset", emits a CompressWarning
         and leaves the residuals empty.
         """
-        self.session.reset()
+        self.session.residuals.clear()
         self.session.journal.adopt(None)
         step = load_state_files(self.session, Path(directory), self.place, self.steps.loss_scale)
         self.steps.begin(self.steps.count if step is None else step)
@@ -156,7 +155,7 @@ def make_session(engine: EngineDescription, patches: Patches) -> Session:
     check_alike(engine.config, engine.document, engine.group)
     session = Session(engine, patches)
     if engine.writes:
-        write_configuration(session.journal, engine.document)
+        session.journal.write_configuration(engine.document)
     return session
 
 

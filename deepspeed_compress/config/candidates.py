@@ -3,21 +3,16 @@
 A candidate must be able to replace every other one during a run, and the value of its steps must be known.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.places import (
+    BlockwiseWeights,
     CompressedGradients,
-    CompressedWeights,
     GradientsConfig,
-    TopKWeights,
+    SignWeights,
     WeightsConfig,
 )
 from deepspeed_compress.config.problems import listed
-from deepspeed_compress.config.schedules import OWN_MOMENTUM, patched, patched_weights
-
-Patch = Mapping[str, Any]
+from deepspeed_compress.config.schedules import OWN_MOMENTUM, Patch, patched, patched_weights
 
 NEVER_CHOSEN = OWN_MOMENTUM | {"powersgd"}
 """Methods that cannot alternate with others."""
@@ -49,23 +44,14 @@ def gradient_candidates(section: CompressConfig) -> tuple[GradientsConfig, ...]:
     return tuple(dict.fromkeys(patched(written, patch) for patch in ({}, {"method": "none"}, *patches)))
 
 
-def chooses_weights(section: CompressConfig) -> bool:
-    """Return True if the settings of weights may be chosen, provided that weights are sent as differences."""
-    weights = section.weights
-    return (
-        section.adaptive is not None and isinstance(weights, CompressedWeights) and not isinstance(weights, TopKWeights)
-    )
-
-
 def weight_candidates(section: CompressConfig, differences: bool) -> tuple[WeightsConfig, ...]:
     """Return the written settings first, then the others; only the written ones unless weights are `differences`.
 
     ZeRO 1 and 2 send weights as differences.
     """
     written, adaptive = section.weights, section.adaptive
-    if not differences or not chooses_weights(section):
+    if not differences or adaptive is None or not isinstance(written, BlockwiseWeights | SignWeights):
         return (written,)
-    assert adaptive is not None
     patches = USUAL_WEIGHTS if adaptive.weights is None else adaptive.weights
     return tuple(dict.fromkeys((written, *(patched_weights(written, patch) for patch in patches))))
 

@@ -18,11 +18,7 @@ from deepspeed_compress.config.places import (
 )
 from deepspeed_compress.config.problems import Configuration, notice, problem, show
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
-from deepspeed_compress.config.sparse_methods import (
-    BlockTopKConfig,
-    RandomKConfig,
-    SparseConfig,
-)
+from deepspeed_compress.config.sparse_methods import BlockTopKConfig, RandomKConfig, SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 

@@ -175,14 +175,10 @@ def disagreement(configuration: Configuration) -> Iterator[Diagnostic]:
         if ours is not None and not isinstance(outer, dict):
             what = f"{ours} cannot be combined with {pointer((native.section,))}: {show(outer)} (allowed: an object)"
             yield Diagnostic(at(*native.ours), what, write(f'"{native.section}": {{"{native.key}": {ours}}}'))
-        elif ours is not None and theirs is not None and not _same(ours, theirs, native.off):
+        elif ours is not None and theirs is not None and (type(theirs) is not int or max(theirs, native.off) != ours):
             what = f"{ours} disagrees with {pointer(native.theirs)}: {show(theirs)} (allowed: the same value)"
             instead = f"the value in one of the two places only, or {ours} in both"
             yield Diagnostic(at(*native.ours), what, write(instead))
-
-
-def _same(ours: int, theirs: object, off: int) -> bool:
-    return isinstance(theirs, int) and not isinstance(theirs, bool) and max(theirs, off) == ours
 
 
 def pipeline(configuration: Configuration) -> Iterator[Diagnostic]:

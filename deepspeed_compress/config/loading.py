@@ -26,8 +26,12 @@ def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
         return dict(source)
     if os.path.exists(source):
         return _parse(_read(Path(source)), str(source))
-    text = _decode_base64(str(source))
-    if text is None:
+    try:
+        text = base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        text = ""
+    # A file name may happen to be valid base64, but hardly of text that looks like an object.
+    if "{" not in text and ":" not in text:
         raise ConfigError(
             f"{source}: no such file, and no configuration in base64. Write the path of a ds_config.json."
         )
@@ -47,18 +51,13 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save the file with UTF-8 encoding.") from error
 
 
-def _decode_base64(text: str) -> str | None:
-    try:
-        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
-    except ValueError:
-        return None
-    # A file name may happen to be valid base64, but hardly of text that looks like an object.
-    return decoded if "{" in decoded or ":" in decoded else None
-
-
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        config = _decode(text)
+        try:
+            config = json.loads(text, object_pairs_hook=_build)
+        except json.JSONDecodeError:
+            # hjson reads JSON too, but turns 0.0 into an integer, which PyTorch refuses next to float betas.
+            config = hjson.loads(text, object_pairs_hook=_build)
     except hjson.HjsonDecodeError as error:
         place = f"{name}: line {error.lineno}, column {error.colno}"
         raise ConfigError(f"{place}: {error.msg}. Correct the syntax there.") from error
@@ -67,17 +66,6 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{name}: the outermost value is no object. Write an object {{...}}.")
     return config
-
-
-def _decode(text: str) -> Any:
-    """Decode JSON as JSON, and everything else as HJSON.
-
-    hjson turns 0.0 into an integer, which PyTorch refuses next to float betas.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_build)
-    except json.JSONDecodeError:
-        return hjson.loads(text, object_pairs_hook=_build)
 
 
 def _build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -103,7 +91,8 @@ _ASSIGNED = re.compile(r"(?i)\b([\w.-]*(?:key|token|secret|passw(?:or)?d|credent
 def masked(config: Any) -> Any:
     """Return `config` with `MASK` in place of values under secret keys, at any depth, and of credentials in texts."""
     if isinstance(config, Mapping):
-        return {key: _hidden(value, str(key)) if _secret(str(key)) else masked(value) for key, value in config.items()}
+        secret = {key for key in config if _words(str(key)) & (_ALWAYS | _TEXT)}
+        return {key: _hidden(value, str(key)) if key in secret else masked(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
         return [masked(value) for value in config]
     return _ASSIGNED.sub(rf"\1{MASK}", _USER.sub(MASK, config)) if isinstance(config, str) else config
@@ -111,10 +100,6 @@ def masked(config: Any) -> Any:
 
 def _words(key: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(key)}
-
-
-def _secret(key: str) -> bool:
-    return bool(_words(key) & (_ALWAYS | _TEXT))
 
 
 def _hidden(value: Any, key: str) -> Any:

@@ -219,14 +219,10 @@ class DeMoGradients(LayeredGradients, sparse_methods.DensityWarmUp, sparse_metho
     def residuals(self) -> MemoryConfig | None:
         return self.memory
 
-    @property
-    def choices(self) -> int:
-        return self.tile**2
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import TopK
 
-        return TopK(self.density_at(step), self.choices, self.values_compressor())
+        return TopK(self.density_at(step), self.tile**2, self.values_compressor())
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
         return methods.DCTConfig(method="dct", tile=self.tile).transform(widths)
@@ -239,7 +235,7 @@ class DeMoGradients(LayeredGradients, sparse_methods.DensityWarmUp, sparse_metho
 
     def bits_per_element(self) -> float:
         # Counted for whole tiles, into which most matrices are cut.
-        return sparse_methods.largest_bits(self.choices, self.density, self.value_bits())
+        return sparse_methods.largest_bits(self.tile**2, self.density, self.value_bits())
 
 
 class PowerSGDGradients(CompressedGradients):

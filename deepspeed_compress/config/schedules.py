@@ -4,10 +4,9 @@ A patch has keys that temporarily replace those of `gradients` or `weights`, mer
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from deepspeed_compress.choice_names import THE_SAME, in_bits
 from deepspeed_compress.config.methods import Model, ValuesConfig
@@ -105,7 +104,7 @@ _IMPLIED: Mapping[str, Mapping[str, int]] = {"sign": {"levels": 2}}
 
 def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsConfig:
     """Return `gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
-    return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
+    return settings_of(merged(gradients, patch)) if patch else gradients
 
 
 def patched_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> WeightsConfig:
@@ -120,23 +119,17 @@ def written(settings: GradientsConfig | Override | WeightsConfig) -> dict[str, A
 
 def settings_of(text: Mapping[str, Any]) -> GradientsConfig:
     """Return the settings of gradients from the result of `written`. Raises pydantic's ValidationError."""
-    return _adapter().validate_python(text)
+    return _GRADIENTS.validate_python(text)
 
 
 def weights_of(text: Mapping[str, Any]) -> WeightsConfig:
     """Return the settings of weights from the result of `written`. Raises pydantic's ValidationError."""
-    return _weights_adapter().validate_python(text)
+    return _WEIGHTS.validate_python(text)
 
 
-@cache
-def _weights_adapter() -> TypeAdapter[WeightsConfig]:
-    return TypeAdapter(WeightsConfig)
-
-
-@cache
-def _adapter() -> TypeAdapter[GradientsConfig]:
-    """Return the adapter of gradient settings. It is built on first use, because the linter starts without it."""
-    return TypeAdapter(GradientsConfig)
+# Built on first use, because the linter starts without them.
+_GRADIENTS: TypeAdapter[GradientsConfig] = TypeAdapter(GradientsConfig, config=ConfigDict(defer_build=True))
+_WEIGHTS: TypeAdapter[WeightsConfig] = TypeAdapter(WeightsConfig, config=ConfigDict(defer_build=True))
 
 
 def merged(gradients: GradientsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:

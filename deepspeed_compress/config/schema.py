@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 from typing import Any
@@ -66,13 +66,9 @@ class SchemaView:
     def __init__(self, section: object) -> None:
         self._section = section
 
-    @cached_property
-    def _schema(self) -> Node:
-        return _generated()
-
     def at(self, path: Path) -> Node:
         """Return the schema of the value at `path`, with references resolved; {} if there is none."""
-        node, value = self._resolve(self._schema), self._section
+        node, value = self._resolve(_generated()), self._section
         for part in path:
             node = self._child(node, part, value)
             value = value_at(value, (part,))
@@ -106,7 +102,7 @@ class SchemaView:
         A value of several types gets the keys that any of them has, and all of them as `variants`.
         """
         if "$ref" in node:
-            target = self._schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
+            target = _generated()["$defs"][node["$ref"].removeprefix("#/$defs/")]
             return self._resolve({**target, **{k: v for k, v in node.items() if k != "$ref"}})
         if "anyOf" in node:
             variants = [self._resolve(option) for option in node["anyOf"] if option.get("type") != "null"]

@@ -9,12 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config import (
-    gradient_problems,
-    layout_problems,
-    policy_problems,
-    service_problems,
-)
+from deepspeed_compress.config import gradient_problems, layout_problems, policy_problems, service_problems
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.problems import (
     NATIVE_KEYS,
@@ -50,11 +45,7 @@ CHECKS: Mapping[Kind, tuple[Check, ...]] = {
         service_problems.rollout,
     ),
     # Contradictions of the parallelism with DeepSpeed's keys, DeepSpeed's rules, or the number of ranks.
-    "parallelism": (
-        layout_problems.disagreement,
-        layout_problems.pipeline,
-        layout_problems.world_size,
-    ),
+    "parallelism": (layout_problems.disagreement, layout_problems.pipeline, layout_problems.world_size),
     # Other contradictions with the rest of the file, or with the number of ranks.
     "file": (
         layout_problems.weights,

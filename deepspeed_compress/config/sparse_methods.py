@@ -1,7 +1,6 @@
 """Settings of the sparsifiers, which send a fraction of the values."""
 
 import math
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
@@ -24,14 +23,6 @@ class SparseConfig(methods.MethodConfig):
     """Fraction of the values that is sent, rounded up in each block."""
     values: methods.ValuesConfig | None = None
     """Compression of the selected values; null sends them as fp32."""
-
-    @property
-    @abstractmethod
-    def choices(self) -> int | None:
-        """Return the number of candidates to choose from: values of a block, or groups of them.
-
-        None means those of a whole message.
-        """
 
     def density_at(self, step: int | None) -> float:
         """Return the density of optimizer step `step` (0-based); None means after all warm-ups."""
@@ -84,17 +75,14 @@ class LargestConfig(SparseConfig):
     """Smallest magnitude that is sent; smaller values are sent as zeros, and the size of the message stays. With fp16
     it is compared with loss-scaled values."""
 
-    @property
-    def choices(self) -> int | None:
-        return self.block_size if self.scope == "block" else None
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import TopK
 
         return TopK(self.density_at(step), self.block_size, self.values_compressor(), self.scope, self.min_magnitude)
 
     def bits_per_element(self) -> float:
-        return largest_bits(self.choices or LONG_MESSAGE, self.density, self.value_bits())
+        width = self.block_size if self.scope == "block" else LONG_MESSAGE
+        return largest_bits(width, self.density, self.value_bits())
 
 
 class TopKConfig(LargestConfig):
@@ -116,10 +104,6 @@ class RandomKConfig(SparseConfig):
     rescale: bool = False
     """Multiply by 1 / density, which makes the method unbiased. Only for use without error feedback."""
 
-    @property
-    def choices(self) -> int:
-        return self.block_size
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import RandomK
 
@@ -140,17 +124,14 @@ class BlockTopKConfig(SparseConfig):
     group: Group = 32
     """Number of neighboring values that are sent or dropped together, at most `block_size`."""
 
-    @property
-    def choices(self) -> int:
-        return self.block_size // self.group
-
     def compressor(self, step: int | None = None) -> "Compressor":
         from deepspeed_compress.compression.compressors import BlockTopK
 
         return BlockTopK(self.density_at(step), self.block_size, self.group, self.values_compressor())
 
     def bits_per_element(self) -> float:
-        return largest_bits(self.choices, self.density, self.value_bits() * self.group) / self.group
+        groups = self.block_size // self.group
+        return largest_bits(groups, self.density, self.value_bits() * self.group) / self.group
 
 
 def largest_bits(width: int, density: float, value_bits: float) -> float:

@@ -29,13 +29,6 @@ def translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
         seen.add(path)
 
 
-def _nearest(node: dict[str, Any], value: object) -> str | int | None:
-    """Return the allowed text or number that the text `value` is probably a misspelling of."""
-    texts = {str(choice): choice for choice in choices(node)}
-    close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
-    return texts[close[0]] if close else None
-
-
 def _path(location: Path, view: SchemaView) -> Path:
     """Return the place in the file, without the tags that pydantic inserts after the place of a union."""
     path: Path = ()
@@ -57,9 +50,10 @@ def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic
 
 
 def _instead(node: dict[str, Any], value: object) -> str:
-    meant = _nearest(node, value)
-    if meant is not None:
-        return f"{show(meant)}, if you meant that"
+    texts = {str(choice): choice for choice in choices(node)}
+    close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+    if close:
+        return f"{show(texts[close[0]])}, if you meant that"
     # A key whose default is no compression has another default inside {}.
     off = node.get("default") == {"method": "none"}
     if (isinstance(node.get("default"), dict) and not off) or (node.get("type") == "object" and "required" not in node):

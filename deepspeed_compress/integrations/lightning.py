@@ -67,7 +67,7 @@ def _completing(original: Method, self: Any, filepath: Any) -> None:
     """Run `remove_checkpoint`, but keep the older checkpoint unless the newer one was written. Collective."""
     session = _session(self)
     _wait(session)
-    if session is None or session.saving is None or session.last_saved is None or is_complete(session.last_saved):
+    if session is None or session.saving is None or not session.saved or is_complete(session.saved[-1]):
         original(self, filepath)
 
 

@@ -16,13 +16,7 @@ from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.model_families import Modules, modules_of
 from deepspeed_compress.models.pipeline import CausalLMPipeline, make_topology, partition_by, pipeline_layers
 from deepspeed_compress.models.sources import Source, build_model, build_skeleton, fill, linear_layers, open_source
-from deepspeed_compress.models.tensor import (
-    finish_split,
-    split_layers,
-    split_vocabulary,
-    use_split_loss,
-    vocabulary_weights,
-)
+from deepspeed_compress.models.tensor import split_layers, split_vocabulary, use_split_loss, vocabulary_weights
 
 KEY = "/deepspeed_compress/parallelism"
 _TIED = r"^tied_modules\."
@@ -64,11 +58,7 @@ def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layo
     if whole:
         return model  # type: ignore[no-any-return]  # a PreTrainedModel
     check_layout(config, layout, dist.get_world_size())
-    return _build_part(model, open_source(path, model, seed), layout)
-
-
-def _build_part(model: Any, source: Source, layout: Layout) -> nn.Module:
-    modules = modules_of(model.config)
+    source, modules = open_source(path, model, seed), modules_of(config)
     if layout.tensor > 1:
         linear_layers(model)
     if layout.pipeline > 1:
@@ -88,7 +78,7 @@ def _pipeline(model: Any, modules: Modules, source: Source, layout: Layout) -> C
     return CausalLMPipeline(pipeline_layers(model, modules), topology, partition_by(layout.partition), finish)
 
 
-def _split_and_fill(module: nn.Module, model: Any, modules: Modules, source: Source, group: Any) -> None:
+def _split_and_fill(module: Any, model: Any, modules: Modules, source: Source, group: Any) -> None:
     """Split `module`, which is the skeleton `model` or a stage of it, over `group` (None: no split), and fill it."""
     splitter = split_layers(module, model.config, modules, group) if group is not None else None
     head = split_vocabulary(module, vocabulary_weights(model), splitter) if splitter is not None else None
@@ -96,7 +86,9 @@ def _split_and_fill(module: nn.Module, model: Any, modules: Modules, source: Sou
     _describe_parts(module)
     fill(module, source)
     if splitter is not None:
-        finish_split(splitter, module)
+        # Sum the gradients of replicated norms, and tell DeepSpeed not to split the module again.
+        splitter.register_replicated_grad_hooks(module)
+        module.ds_autotp_parsed = True
     if head is not None:
         use_split_loss(module, head)
 

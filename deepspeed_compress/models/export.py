@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,8 @@ def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> N
     # Not hasattr: the engine forwards unknown attributes to the model.
     if "compression" in vars(engine):
         engine.compression.synchronise()
-    like = next(engine.module.parameters())
-    write_pretrained(whole_weights(engine.module), _leaders(engine.module), config, directory, like)
-
-
-def write_pretrained(
-    weights: Iterator[tuple[str, Tensor]],
-    leaders: Sequence[int],
-    config: PretrainedConfig,
-    directory: Path,
-    like: Tensor,
-) -> None:
-    """Write the `weights` of all ranks into `directory`. Collective.
-
-    Args:
-        weights: (name, whole tensor) of this rank. Iterating over it may be collective.
-        leaders: the ranks whose weights are written, rank 0 first.
-        config: config of the model.
-        directory: directory to write to.
-        like: a tensor with the dtype and on the device of the weights.
-    """
-    rank = dist.get_rank()
+    like, rank = next(engine.module.parameters()), dist.get_rank()
+    weights, leaders = whole_weights(engine.module), _leaders(engine.module)
     if rank == 0:
         writer = _Writer(directory, config)
         for name, tensor in weights:
@@ -59,7 +40,9 @@ def write_pretrained(
         for leader in leaders[1:]:
             _receive(writer, leader, like.device)
         writer.finish()
-        _save_config(config, like.dtype, directory)
+        saved = copy.deepcopy(config)
+        saved.architectures, saved.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__], like.dtype
+        saved.save_pretrained(directory)
     else:
         _send(weights, to_first=rank in leaders)
     dist.barrier()
@@ -141,10 +124,10 @@ class _Writer:
         name = saved_name(name, self.config)
         if name in self.pending or any(name in names for _, names in self.written):
             return
-        if self.pending and _bytes(self.pending.values()) + _bytes([tensor]) > FILE_BYTES:
+        if self.pending and sum(one.nbytes for one in self.pending.values()) + tensor.nbytes > FILE_BYTES:
             self._write()
         self.pending[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self.total += _bytes([tensor])
+        self.total += tensor.nbytes
 
     def finish(self) -> None:
         self._write()
@@ -166,14 +149,3 @@ class _Writer:
         save_file(self.pending, scratch, metadata={"format": "pt"})
         self.written.append((scratch, list(self.pending)))
         self.pending = {}
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _save_config(config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> None:
-    saved = copy.deepcopy(config)
-    saved.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    saved.dtype = dtype
-    saved.save_pretrained(directory)

@@ -6,7 +6,8 @@ weights of its own layers.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,11 +61,8 @@ class Prologue(_HiddenLayer):
         self.module, self.positions = module, positions
 
     def transform(self, hidden: Tensor) -> Tensor:
-        if not self.positions:
-            dropped: Tensor = self.module(hidden)
-            return dropped
-        added: Tensor = hidden + self.module(_positions(hidden))
-        return added
+        value: Tensor = self.module(_positions(hidden) if self.positions else hidden)
+        return hidden + value if self.positions else value
 
 
 class DecoderLayer(nn.Module):
@@ -73,17 +71,16 @@ class DecoderLayer(nn.Module):
     def __init__(self, layer: nn.Module, index: int, config: Any, rotary: nn.Module | None) -> None:
         super().__init__()
         self.layer, self.rotary, self.config = layer, rotary, config
-        self.make_mask = _mask_of(config, index)
+        # The mask is causal over all tokens, or over a sliding window. Without `layer_types`, all layers are alike.
+        kinds = getattr(config, "layer_types", None)
+        window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
+        self.make_mask = create_sliding_window_causal_mask if window else create_causal_mask
 
     def forward(self, inputs: StageInput) -> StageInput:
         hidden, padding = inputs if isinstance(inputs, tuple) else (inputs, None)
         positions = _positions(hidden)
         mask = self.make_mask(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=padding,
-            position_ids=positions,
-            **{_CACHE: None},
+            config=self.config, inputs_embeds=hidden, attention_mask=padding, position_ids=positions, **{_CACHE: None}
         )
         rotated = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, positions)}
         output = self.layer(hidden, attention_mask=mask, position_ids=positions, **rotated)
@@ -129,17 +126,6 @@ def _positions(hidden: Tensor) -> Tensor:
     return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
 
 
-def _mask_of(config: Any, index: int) -> Callable[..., Tensor | None]:
-    """Return the function that makes the mask of layer `index`: causal over all tokens, or over a sliding window.
-
-    `layer_types` of the config decides if present; otherwise all layers are alike.
-    """
-    kinds = getattr(config, "layer_types", None)
-    window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
-    make: Callable[..., Tensor | None] = create_sliding_window_causal_mask if window else create_causal_mask
-    return make
-
-
 def _cap(logits: Tensor, config: Any) -> Tensor:
     """Apply the soft capping of logits that Gemma 2 uses, if the config asks for it."""
     cap = getattr(config, "final_logit_softcapping", None)
@@ -155,24 +141,27 @@ LOOKUP = 0.1
 
 def partition_by(method: str | tuple[int, ...]) -> Partition:
     """Return the partition for "balanced", "parameters", "uniform", or the number of decoder layers per stage."""
-    return _METHODS[method] if isinstance(method, str) else _by_counts(method)
+    return partial(_cut, _COSTS[method]) if isinstance(method, str) else _by_counts(method)
 
 
-def _balanced(layers: Sequence[Any], stages: int) -> list[int]:
-    """Balance the multiplications: the head costs as much as its weight, and the embedding almost nothing."""
-    costs = [_parameters(layer) * (LOOKUP if _is_lookup(layer) else 1.0) for layer in layers]
-    return _cut(costs, stages)
+def _multiplications(layer: Any) -> float:
+    """Return the cost of a layer: the head costs as much as its weight, and the embedding almost nothing."""
+    tied = isinstance(layer, TiedLayerSpec)
+    is_lookup = layer.forward_fn is None if tied else isinstance(layer, Embedding | Prologue)
+    return _parameters(layer) * (LOOKUP if is_lookup else 1.0)
 
 
-def _by_parameters(layers: Sequence[Any], stages: int) -> list[int]:
-    return _cut([_parameters(layer) for layer in layers], stages)
+def _parameters(layer: Any) -> float:
+    module = layer.module_args[0] if isinstance(layer, TiedLayerSpec) else layer
+    return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
-def _uniform(layers: Sequence[Any], stages: int) -> list[int]:
-    return _cut([float(isinstance(layer, DecoderLayer)) for layer in layers], stages)
-
-
-_METHODS = {"balanced": _balanced, "parameters": _by_parameters, "uniform": _uniform}
+_COSTS: Mapping[str, Callable[[Any], float]] = {
+    "balanced": _multiplications,
+    "parameters": _parameters,
+    "uniform": lambda layer: float(isinstance(layer, DecoderLayer)),
+}
+"""Costs of a layer, by the name of the method that balances them."""
 
 
 def _by_counts(counts: tuple[int, ...]) -> Partition:
@@ -196,20 +185,9 @@ def _by_counts(counts: tuple[int, ...]) -> Partition:
     return cut
 
 
-def _cut(costs: Sequence[float], stages: int) -> list[int]:
+def _cut(cost: Callable[[Any], float], layers: Sequence[Any], stages: int) -> list[int]:
     # DeepSpeed's search needs integers.
-    return [int(bound) for bound in partition_balanced([round(cost * 10) for cost in costs], stages)]
-
-
-def _parameters(layer: Any) -> float:
-    module = layer.module_args[0] if isinstance(layer, TiedLayerSpec) else layer
-    return float(sum(parameter.numel() for parameter in module.parameters()))
-
-
-def _is_lookup(layer: Any) -> bool:
-    if isinstance(layer, TiedLayerSpec):
-        return layer.forward_fn is None
-    return isinstance(layer, Embedding | Prologue)
+    return [int(bound) for bound in partition_balanced([round(cost(layer) * 10) for layer in layers], stages)]
 
 
 TIED = "embedding"

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.model_families import HF_NAME, HF_TRANSPOSED, read_config
 
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files of weights: a single one, or the index of several."""
 
 
 def read_model_config(path: Path) -> PretrainedConfig:
@@ -46,12 +47,12 @@ def has_weights(path: Path) -> bool:
     Raises:
         ConfigError: if the directory has weights that would be ignored, in another format or without their index.
     """
-    if any((path / name).is_file() for name in WEIGHT_FILES):
+    if any((path / name).is_file() for name in (SINGLE, INDEX)):
         return True
     others = sorted(file.name for ending in ("safetensors", "bin") for file in path.glob(f"*model*.{ending}"))
     if others:
         raise ConfigError(
-            f"--model {path}: has {others[0]}, but neither {' nor '.join(WEIGHT_FILES)}; copy the index as well, or "
+            f"--model {path}: has {others[0]}, but neither {SINGLE} nor {INDEX}; copy the index as well, or "
             "save the model in the safetensors format"
         )
     return False
@@ -78,22 +79,17 @@ def _create(config: PretrainedConfig) -> PreTrainedModel:
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model of `config` in fp32 with named parameters on the meta device; buffers have their values."""
-    build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model: PreTrainedModel = build(config, dtype=torch.float32)
+        model = _create(config)
     for name, parameter in model.named_parameters():
         setattr(parameter, HF_NAME, name)
     for module in model.modules():
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            _compute_buffers(module, model)
+        # Compute buffers that are not saved, such as rotary tables, the way transformers does after loading.
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(buffer.is_meta for buffer in buffers.values()):
+            module._buffers.update({name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers.items()})
+            model._init_weights(module)
     return model
-
-
-def _compute_buffers(module: nn.Module, model: Any) -> None:
-    """Compute buffers that are not saved, such as rotary tables, the way transformers does after loading."""
-    for name, buffer in module.named_buffers(recurse=False):
-        module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    model._init_weights(module)
 
 
 def linear_layers(model: nn.Module) -> None:
@@ -116,7 +112,6 @@ def _linear(layer: Any) -> nn.Linear:
 Source = Callable[[str], Tensor]
 """Function from the name of a parameter in the transformers causal LM to its whole tensor, in fp32 on the CPU."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAVED_PREFIXES: Mapping[str, tuple[str, str]] = {"gpt_neox": ("lm_head.", "embed_out.")}
 """Prefixes that differ between a model and its files, by model_type: (prefix in the model, prefix in files)."""
 
@@ -190,7 +185,7 @@ def fill(module: nn.Module, source: Source) -> None:
         split = isinstance(owner, TensorParallel_Layer)
         empty = {name: p for name, p in owner.named_parameters(recurse=False) if p.is_meta}
         new = [parameter for parameter in empty.values() if id(parameter) not in filled]
-        filled |= {id(parameter): _like(parameter, _whole(source, parameter), copied=not split) for parameter in new}
+        filled |= {id(parameter): _filled(parameter, source, copied=not split) for parameter in new}
         owner._parameters.update({name: filled[id(parameter)] for name, parameter in empty.items()})
         if new and split:
             _cut(owner)
@@ -203,13 +198,10 @@ def _cut(layer: Any) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-def _whole(source: Source, empty: Any) -> Tensor:
-    found = source(getattr(empty, HF_NAME))
-    return found.t() if getattr(empty, HF_TRANSPOSED, False) else found
-
-
-def _like(empty: Any, value: Tensor, copied: bool) -> nn.Parameter:
-    """Return a parameter with `value` and all attributes of `empty`; `copied` if it must not share memory."""
+def _filled(empty: Any, source: Source, copied: bool) -> nn.Parameter:
+    """Return a parameter with its whole value and all attributes of `empty`; `copied` if it must not share memory."""
+    value = source(getattr(empty, HF_NAME))
+    value = value.t() if getattr(empty, HF_TRANSPOSED, False) else value
     own = value.clone(memory_format=torch.contiguous_format) if copied else value
     made = nn.Parameter(own, requires_grad=empty.requires_grad)
     made.__dict__.update(empty.__dict__)

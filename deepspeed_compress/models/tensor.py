@@ -33,7 +33,7 @@ def split_layers(module: nn.Module, config: PretrainedConfig, modules: Modules, 
     """Split the layers of `module` that `modules` names between the ranks of `group`. Weights are filled in afterwards.
 
     Returns:
-        The splitter, for `finish_split`.
+        The splitter, which registers hooks once the weights are there.
     """
     # Otherwise the weights of DeepSpeed's layers require no gradient.
     set_autotp_mode(training=True)
@@ -52,15 +52,10 @@ def split_layers(module: nn.Module, config: PretrainedConfig, modules: Modules, 
     splitter.mp_group, splitter.mp_size = group, dist.get_world_size(group)
     splitter.update_linear_policies()
     splitter._replace_module(module)
-    _narrow(module, modules, splitter.mp_size)
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] == modules.attention:
+            modules.narrow(child, splitter.mp_size)
     return splitter
-
-
-def finish_split(splitter: AutoTP, module: Any) -> None:
-    """Register the hooks that sum the gradients of replicated norms. Call this after the weights are filled in."""
-    splitter.register_replicated_grad_hooks(module)
-    # Tell DeepSpeed not to split the module again.
-    module.ds_autotp_parsed = True
 
 
 def _partition(config: PretrainedConfig, modules: Modules, size: int) -> AutoTPConfig:
@@ -76,12 +71,6 @@ def _partition(config: PretrainedConfig, modules: Modules, size: int) -> AutoTPC
 def _spec(names: Any, kind: PartitionType, shape: Any = None, grad_allreduce: bool = False) -> TPLayerSpec:
     patterns = [rf".*\.{re.escape(name)}\.weight$" for name in names]
     return TPLayerSpec(patterns, kind, shape=shape, partition_dim=None, grad_allreduce=grad_allreduce)
-
-
-def _narrow(module: nn.Module, modules: Modules, size: int) -> None:
-    for name, child in module.named_modules():
-        if name.rpartition(".")[2] == modules.attention:
-            modules.narrow(child, size)
 
 
 def vocabulary_weights(model: Any) -> frozenset[str]:
@@ -106,7 +95,9 @@ def split_vocabulary(module: nn.Module, names: frozenset[str], splitter: AutoTP)
         tied = head if head is not None and child.weight is head.weight else None
         split = VocabParallelEmbedding(child, tied_vocab_parallel_linear=tied, name="lm_head", **options)
         setattr(parent, name, split)
-        head = head or (split if _projects(module) else None)
+        if isinstance(module, PipelineModule) and module.stage_id == module.num_stages - 1:
+            # The last stage makes logits even if it has no head of its own.
+            head = head or split
     return head
 
 
@@ -117,11 +108,6 @@ def _found(module: nn.Module, names: frozenset[str], kind: type[nn.Module]) -> l
         for name, child in parent.named_children()
         if isinstance(child, kind) and getattr(child.weight, HF_NAME, None) in names
     ]
-
-
-def _projects(module: nn.Module) -> bool:
-    """Return True for the last stage of a pipeline, which makes logits even if it has no head of its own."""
-    return isinstance(module, PipelineModule) and module.stage_id == module.num_stages - 1
 
 
 def use_split_loss(module: Any, head: Any) -> None:

@@ -66,9 +66,15 @@ class Journal:
         line = json.dumps({**fields, "run": asdict(self.part)}) + "\n"
         self._try(name, lambda file: _append(file, line.encode()))
 
-    def write(self, name: str, text: str) -> None:
-        """Write `text` to the file `name`."""
-        self._try(name, lambda file: _write(file, text))
+    def write_configuration(self, ds_config: Mapping[str, Any]) -> None:
+        """Write the configuration of the run next to its statistics, with passwords and keys masked."""
+        text = json.dumps(masked(ds_config), indent=2, default=str) + "\n"
+
+        def write(path: Path) -> None:
+            with open(path, "w", encoding="utf-8", opener=open_private) as file:
+                file.write(text)
+
+        self._try(CONFIGURATION, write)
 
     def adopt(self, run: str | None) -> None:
         """Continue the run that saved a checkpoint; None continues the last run of the directory."""
@@ -113,11 +119,6 @@ class Journal:
 def utc_now() -> str:
     """Return the time in UTC, in ISO format with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", opener=open_private) as file:
-        file.write(text)
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -207,9 +208,7 @@ class EventLog:
     """
 
     def __init__(self, journal: Journal, writes: bool, island: int | None = None) -> None:
-        self._journal = journal
-        self._writes = writes
-        self._island = island
+        self._journal, self._writes, self._island = journal, writes, island
         self.events: list[Event] = []
 
     def record(self, event: Event) -> None:
@@ -219,12 +218,6 @@ class EventLog:
         level = logging.WARNING if event.evidence else logging.INFO
         prefix = "" if self._island is None else f"island {self._island}: "
         logging.getLogger("deepspeed_compress").log(level, "%s%s", prefix, event)
-        evidence = {name: finite(value) for name, value in event.evidence.items()}
         island = {} if self._island is None else {"island": self._island}
         file = Path(island_directory(self._island or 0), EVENTS)
-        self._journal.add(str(file), {**asdict(event), "evidence": evidence, **island})
-
-
-def write_configuration(journal: Journal, ds_config: Mapping[str, Any]) -> None:
-    """Write the configuration of the run next to its statistics, with passwords and keys masked."""
-    journal.write(CONFIGURATION, json.dumps(masked(ds_config), indent=2, default=str) + "\n")
+        self._journal.add(str(file), {**finite(asdict(event)), **island})

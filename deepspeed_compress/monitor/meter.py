@@ -95,27 +95,20 @@ class Meter:
         """Time a block as `name`, one of `PHASES`, and record it in torch's profiler."""
         import torch
 
-        with torch.profiler.record_function(f"deepspeed_compress.{name}"), self._timed(name, device):
-            yield
-
-    @contextmanager
-    def _timed(self, name: str, device: "torch.device") -> Iterator[None]:
-        if device.type != "cuda":
-            begin = time.perf_counter()
-            yield
-            if get_ident() == self._thread:
-                self._elapsed[name] += 1e3 * (time.perf_counter() - begin)
-            return
-        if not self.timed:
-            yield
-            return
-        import torch
-
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        first.record()
-        yield
-        last.record()
-        self._events.append((name, first, last))
+        with torch.profiler.record_function(f"deepspeed_compress.{name}"):
+            if device.type != "cuda":
+                begin = time.perf_counter()
+                yield
+                if get_ident() == self._thread:
+                    self._elapsed[name] += 1e3 * (time.perf_counter() - begin)
+            elif self.timed:
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                first.record()
+                yield
+                last.record()
+                self._events.append((name, first, last))
+            else:
+                yield
 
     def sizes(self) -> dict[str, int]:
         """Return all byte counters by field name."""
@@ -133,8 +126,7 @@ class Meter:
 
     def reset(self, timed: bool) -> None:
         """Begin a step, with or without GPU times."""
-        fresh = Meter(timed=timed)
-        self.__dict__.update(fresh.__dict__)
+        self.__dict__.update(vars(Meter(timed=timed)))
 
 
 def ring_reduce_scatter(size: int, ranks: int) -> int:

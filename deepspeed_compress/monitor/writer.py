@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import STATISTICS, Journal
@@ -130,17 +130,12 @@ class StatisticsWriter:
         # `asdict` would copy every value.
         fields = {name: finite(value) for name, value in vars(statistics).items()}
         self._journal.add(STATISTICS, fields)
-        if self._sink is not None and self._sink.enabled:
-            self._send(self._sink, _events({**fields, "time_ms": statistics.time_ms}))
-
-    def _send(self, sink: EventSink, events: list[tuple[str, float, int]]) -> None:
+        if self._sink is None or not self._sink.enabled:
+            return
+        # An event for every number, on DeepSpeed's axis, which is the number of samples seen.
+        numbers = {name: value for name, value in fields.items() if name not in LABELS and value is not None}
+        numbers["time_ms"] = statistics.time_ms
         try:
-            sink.write_events(events)
+            self._sink.write_events([(EVENT_PREFIX + name, one, fields["samples"]) for name, one in numbers.items()])
         except Exception as error:  # monitoring services raise errors of their own, and other ranks wait for this one
             self._journal.fail("monitor", f"DeepSpeed's monitor did not accept the statistics ({error!r})")
-
-
-def _events(fields: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """Return an event for every number, on DeepSpeed's axis, which is the number of samples seen."""
-    numbers = {name: value for name, value in fields.items() if name not in LABELS}
-    return [(EVENT_PREFIX + name, value, fields["samples"]) for name, value in numbers.items() if value is not None]

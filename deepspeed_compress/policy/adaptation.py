@@ -1,5 +1,6 @@
 """The decider of `adaptive`: the choice in force, measured again periodically and when steps become much slower."""
 
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsCo
 from deepspeed_compress.config.schedules import weights_of
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan, settings_text
+from deepspeed_compress.policy.decider import Decider, Observation, StepPlan, settings_text
 from deepspeed_compress.policy.measurement import Choice, Measurement
 from deepspeed_compress.policy.selector import CandidateSelector
 
@@ -42,7 +43,7 @@ class Adaptation(Decider):
 
     def plan(self, step: int, plan: StepPlan) -> StepPlan:
         settings = plan.settings if plan.settings.method == "none" else self._settings
-        probe = step > self._warmup_steps and self.due(step)
+        probe = step > self._warmup_steps and step >= self._next
         return replace(plan, settings=settings, weights=self._weights, probe=probe)
 
     @property
@@ -53,11 +54,7 @@ class Adaptation(Decider):
     def _weights(self) -> WeightsConfig:
         return self.selector.weights[self._choice.weights]
 
-    def due(self, step: int) -> bool:
-        """Return True if optimizer step `step` (0-based) must be measured."""
-        return step >= self._next
-
-    def observe(self, seen: Observation, plan: StepPlan, upcoming: StepPlan) -> Actions:
+    def observe(self, seen: Observation) -> None:
         """Schedule an extra measurement if steps have become much slower."""
         if seen.step_ms is not None:
             self._step_times = (*self._step_times, seen.step_ms)[-WINDOW:]
@@ -65,18 +62,20 @@ class Adaptation(Decider):
             slow = len(before) >= RECENT and min(recent) > SLOWDOWN * statistics.median(before)
             if slow and seen.step >= self._last + MIN_INTERVAL:
                 self._next = min(self._next, seen.step)
-        return Actions()
 
     def choose(self, step: int, seen: Measurement) -> None:
         """Choose by the measurement of the step that ended as `step`.
 
         A measurement that is not finite changes nothing and is repeated soon.
         """
-        if not seen.is_finite:
+        if not math.isfinite(sum(seen.norms)):
             self._next = step + MIN_INTERVAL
             return
         before, text = (self._settings, self._weights), self._text
-        decision = self.selector.choose(self._choice, self._with_median_step_time(seen), step, self._hidden)
+        if len(self._step_times) >= RECENT:
+            # A single step may be slow by chance.
+            seen = replace(seen, step=statistics.median(self._step_times) / 1e3)
+        decision = self.selector.choose(self._choice, seen, step, self._hidden)
         # The first steps of a program are slower than the others, so a choice based on them is revised soon.
         interval = min(self._every, MIN_INTERVAL) if step < MIN_INTERVAL else self._every
         self._choice, self._hidden = decision.choice, decision.hidden
@@ -88,12 +87,6 @@ class Adaptation(Decider):
     @property
     def _text(self) -> str:
         return settings_text(self._settings, self._weights if len(self.selector.weights) > 1 else None)
-
-    def _with_median_step_time(self, seen: Measurement) -> Measurement:
-        """Return `seen` with the median step time since the last choice; a single step may be slow by chance."""
-        if len(self._step_times) < RECENT:
-            return seen
-        return replace(seen, step=statistics.median(self._step_times) / 1e3)
 
     def saved(self) -> dict[str, Any]:
         numbers = zip(self._group_names, self._choice.gradients, strict=True)

@@ -91,7 +91,10 @@ def find_anomalies(config: GuardConfig, state: GuardState, seen: Observation) ->
         value = getattr(seen, check.figure)
         if value is None:
             continue
-        anomaly = _judge(config, state, check, value)
+        if math.isfinite(value):
+            anomaly = check.find(config, state, value)
+        else:
+            anomaly = Anomaly(f"{check.figure} not finite", {check.figure: value}, severe=True)
         odd[name] = 0 if anomaly is None else odd.get(name, 0) + 1
         if anomaly is not None and (anomaly.severe or odd[name] >= check.patience(config)):
             anomalies[anomaly.reason] = anomaly
@@ -150,12 +153,6 @@ def _usual(known: tuple[float, ...]) -> float | None:
     return sorted(known)[math.ceil(USUAL_SHARE * len(known)) - 1] if known else None
 
 
-def _deviation(known: tuple[float, ...]) -> float:
-    """Return the median absolute deviation; 0 if nothing is known."""
-    median = statistics.median(known) if known else 0.0
-    return statistics.median([abs(value - median) for value in known] or [0.0])
-
-
 def _exploding(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
     return _too_large("gradient norm", norm, state.usual_norm(config.window), config.exploding)
 
@@ -183,8 +180,12 @@ def _too_large(name: str, value: float, usual: float | None, factor: float) -> A
 
 def _spike(config: GuardConfig, state: GuardState, loss: float) -> Anomaly | None:
     known = _before(state.losses, state.odd.get("loss_spike", 0), config.window)
-    usual, deviation = _usual(known), _deviation(known)
-    if usual is None or loss <= usual + max(config.loss_spike * abs(usual), DEVIATIONS * deviation):
+    usual = _usual(known)
+    if usual is None:
+        return None
+    median = statistics.median(known)
+    deviation = statistics.median(abs(value - median) for value in known)
+    if loss <= usual + max(config.loss_spike * abs(usual), DEVIATIONS * deviation):
         return None
     evidence = {"loss": loss, "usual": usual, "deviation": deviation}
     return Anomaly(f"loss {loss:.4g} is far above the usual {usual:.4g}", evidence)
@@ -197,12 +198,6 @@ class Check:
     figure: str
     find: Callable[[GuardConfig, GuardState, float], Anomaly | None]
     patience: Callable[[GuardConfig], int] = lambda config: PATIENCE
-
-
-def _judge(config: GuardConfig, state: GuardState, check: Check, value: float) -> Anomaly | None:
-    if math.isfinite(value):
-        return check.find(config, state, value)
-    return Anomaly(f"{check.figure} not finite", {check.figure: value}, severe=True)
 
 
 _CHECKS: Mapping[str, Check] = {

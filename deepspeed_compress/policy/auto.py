@@ -8,8 +8,8 @@ kind (ABBA), so what makes all steps slower or faster meanwhile (a slow start, a
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from deepspeed_compress.choice_names import NOW, TIMES
 from deepspeed_compress.config import CompressConfig, brief
@@ -41,8 +41,7 @@ All ranks take the largest of each, so a pair has the times of the rank that beg
 waited for that one."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Milliseconds of an uncompressed step and of a compressed one."""
 
     uncompressed_ms: float
@@ -144,7 +143,12 @@ class AutoChoice(Decider):
         """
         first, second, reshaped, is_stuck = -figures[0], -figures[1], bool(figures[2]), bool(figures[3])
         if is_stuck:
-            self._stop(step)
+            # Steps of the present kind remain, and nothing is measured any more.
+            if self._compresses is None:
+                self._compresses = not _is_alone(self._steps - 1)
+            self._chosen_ms = None
+            reason = "other code on some rank prevents a change, so the run continues as it is"
+            self._record(Event(step, "auto", reason, {}, self._text, self._text))
         elif self.measures:
             self._compare(step, first, second, reshaped)
         else:
@@ -168,7 +172,7 @@ class AutoChoice(Decider):
         reason, self._chosen_ms = "no steps could be timed, so this run continues uncompressed", None
         evidence: dict[str, float] = {}
         if pairs:
-            theirs, ours = (statistics.median(times) for times in zip(*map(astuple, pairs), strict=True))
+            theirs, ours = (statistics.median(times) for times in zip(*pairs, strict=True))
             self._chosen_ms = ours if self._compresses else theirs
             evidence = {"uncompressed_ms": theirs, "compressed_ms": ours, "pairs": len(pairs), "faster": faster}
             reason = (
@@ -191,14 +195,6 @@ class AutoChoice(Decider):
         reason = f"steps take {now:.0f} ms, and took {before:.0f} ms at the last comparison, so it is repeated"
         self._record(Event(step, "auto", reason, {"before_ms": before, "now_ms": now}, text, text))
 
-    def _stop(self, step: int) -> None:
-        """End the comparison without measuring further. Steps of the present kind remain."""
-        if self._compresses is None:
-            self._compresses = not _is_alone(self._steps - 1)
-        self._chosen_ms = None
-        reason = "other code on some rank prevents a change, so the run continues as it is"
-        self._record(Event(step, "auto", reason, {}, self._text, self._text))
-
     @property
     def _text(self) -> str:
         """Return the settings of gradients after the choice, in short form."""
@@ -210,7 +206,7 @@ class AutoChoice(Decider):
             "of": self._compared,
             "compresses": self._compresses,
             "steps": self._steps,
-            "pairs": [astuple(pair) for pair in self._pairs],
+            "pairs": list(self._pairs),
             "alike": self._alike,
             "chosen_ms": self._chosen_ms,
             "interval": self._interval,

@@ -69,26 +69,13 @@ class Actions:
 class Decider:
     """One reason to change settings between steps. Deciders work in order on the plan of each step.
 
-    A decider may change settings only by figures that are equal on all ranks. It passes its decisions, as events, to
-    the function `record` that its constructor receives.
+    Some also observe finished steps. A decider may change settings only by figures that are equal on all ranks. It
+    passes its decisions, as events, to the function `record` that its constructor receives.
     """
 
     def plan(self, step: int, plan: StepPlan) -> StepPlan:
         """Return the plan of optimizer step `step` (0-based), given that of the deciders before this one."""
         raise NotImplementedError
-
-    def observe(self, seen: Observation, plan: StepPlan, upcoming: StepPlan) -> Actions:
-        """Learn from a finished step.
-
-        Args:
-            seen: figures of the step.
-            plan: its plan.
-            upcoming: plan of the next step, as far as the deciders before this one have made it.
-
-        Returns:
-            Actions to take.
-        """
-        return Actions()
 
     def saved(self) -> dict[str, Any]:
         """Return entries of the policy's saved state, as plain data for JSON: all that later decisions depend on."""

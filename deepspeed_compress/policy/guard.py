@@ -6,13 +6,12 @@ All ranks observe the same figures (`anomalies`), so their guards are in the sam
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from deepspeed_compress.config import CompressConfig, GradientsConfig, brief, patched, settings_of, written
-from deepspeed_compress.config import Guard as GuardConfig
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.anomalies import MAX_SKIPS, Anomaly, GuardState, find_anomalies, learn
 from deepspeed_compress.policy.decider import Actions, Decider, Observation, StepPlan
@@ -65,6 +64,13 @@ class Guard(Decider):
         return step % self._config.residual_every == 0 and not plan.dense
 
     def observe(self, seen: Observation, plan: StepPlan, upcoming: StepPlan) -> Actions:
+        """Learn from a finished step and return the actions to take.
+
+        Args:
+            seen: figures of the step.
+            plan: its plan.
+            upcoming: plan of the next step, as far as the deciders before this one have made it.
+        """
         if plan.sync and seen.applied:
             self._event(seen.step, "full_sync", "residuals and exact weights were sent", {}, plan.settings)
         before, chosen = self._state, self.pinned(upcoming).settings
@@ -150,17 +156,13 @@ class Guard(Decider):
         is_same = saved["of"] == self._section
         if not is_same:
             self._state = replace(self._state, level=0, quiet=0, residuals=())
-        if is_same and _rolls_back(self._config):
+        if is_same and self._acts and self._config.rollback is not None:
             self._pinned, self._good = (None if saved[key] is None else settings_of(saved[key]) for key in _KEPT)
         else:
             self._pinned, self._good, self._state = None, None, replace(self._state, floor=0)
 
 
 _KEPT = ("pinned", "good")
-
-
-def _rolls_back(config: GuardConfig) -> bool:
-    return config.rollback is not None and not config.dry_run
 
 
 def _section(config: CompressConfig) -> dict[str, Any]:
@@ -175,14 +177,10 @@ def _section(config: CompressConfig) -> dict[str, Any]:
 
 def ladder(gradients: GradientsConfig) -> tuple[GradientsConfig, ...]:
     """Return `gradients`, followed by settings with less and less error; the last one is method "none"."""
-    return tuple(_climb(gradients))
-
-
-def _climb(gradients: GradientsConfig) -> Iterator[GradientsConfig]:
-    while gradients.method != "none":
-        yield gradients
-        gradients = patched(gradients, gradients.softer() or {"method": "none"})
-    yield gradients
+    rungs = [gradients]
+    while rungs[-1].method != "none":
+        rungs.append(patched(rungs[-1], rungs[-1].softer() or {"method": "none"}))
+    return tuple(rungs)
 
 
 def _soften(chosen: GradientsConfig, level: int) -> GradientsConfig:

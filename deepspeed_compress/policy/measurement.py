@@ -116,11 +116,6 @@ class Measurement:
     step: float
     weights: WeightCosts = WeightCosts()
 
-    @property
-    def is_finite(self) -> bool:
-        """Return True if the gradients were finite; otherwise the measurement is unusable."""
-        return math.isfinite(sum(self.norms))
-
     def error(self, gradients: Sequence[int]) -> float:
         """Return the relative error if group g uses candidate `gradients[g]`."""
         whole = sum(self.norms)

@@ -77,7 +77,7 @@ class Policy:
             # The residuals are still there, as after a compressed step.
             self._plan = replace(self._plan, dense=False)
         if self.adaptation is not None:
-            self.adaptation.observe(seen, self._plan, self._plan)
+            self.adaptation.observe(seen)
         return Actions() if self.guard is None else self.guard.observe(seen, self._plan, self._chosen(seen.step))
 
     def saved(self) -> dict[str, Any]:

@@ -17,29 +17,47 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import CompressConfig, CompressedGradients, WeightsConfig
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.policy import Policy, StepPlan
+from deepspeed_compress.policy.decider import StepPlan
+from deepspeed_compress.policy.policy import Policy
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.residual_state import ResidualState
 
 
-class StepSettings:
-    """Settings in force. They change only in `begin`.
+class GradientReductions:
+    """Settings in force, which change only in `begin`, and reductions of gradient buckets with them.
+
+    Seams call `reduce` or `start` for every bucket. All ranks call the same methods in the same order.
 
     Args:
         config: the section.
         policy: decides at the beginning of every step.
         reductions: the reducers for each choice of gradient settings; None for method "none", which leaves reduction to
             the engine.
+        residuals: residuals and momenta.
+        run: clock, meter, seed and pace.
+        prober: measurements of candidates; None if the policy does not adapt.
     """
 
-    def __init__(self, config: CompressConfig, policy: Policy, reductions: GroupedReductions | None) -> None:
+    def __init__(
+        self,
+        config: CompressConfig,
+        policy: Policy,
+        reductions: GroupedReductions | None,
+        residuals: ResidualState,
+        run: Run,
+        prober: Prober | None,
+    ) -> None:
         self.plan = StepPlan(config.gradients, config.weights)
         """Plan of the running step."""
-        self._config, self._policy, self._reductions = config, policy, reductions
+        self.scale: float | None = None
+        """Scale of the sums that all ranks receive, from the latest reduction."""
+        self._config, self._policy, self._reductions, self._residuals = config, policy, reductions, residuals
+        self._clock, self._meter, self._prober = run.clock, run.meter, prober
         self._reducers: GroupedReducers | None = None
+        self._discards: list[Callable[[], None]] = []
 
     @property
-    def reducers(self) -> GroupedReducers:
+    def _in_force(self) -> GroupedReducers:
         """Return the reducers of the running step."""
         assert self._reducers is not None, 'method "none" leaves reduction to the engine, and others begin with a step'
         return self._reducers
@@ -62,40 +80,10 @@ class StepSettings:
             assert isinstance(settings, CompressedGradients)
             self._reducers = self._reductions.at(settings, step, plan.dense, plan.flush)
 
-
-class GradientReductions:
-    """Reductions of gradient buckets with the settings in force.
-
-    Seams call `reduce` or `start` for every bucket. All ranks call the same methods in the same order.
-
-    Args:
-        config: the section.
-        settings: the settings in force.
-        reductions: the reducers for each choice of gradient settings; None for method "none".
-        residuals: residuals and momenta.
-        run: clock, meter, seed and pace.
-        prober: measurements of candidates; None if the policy does not adapt.
-    """
-
-    def __init__(
-        self,
-        config: CompressConfig,
-        settings: StepSettings,
-        reductions: GroupedReductions | None,
-        residuals: ResidualState,
-        run: Run,
-        prober: Prober | None,
-    ) -> None:
-        self.scale: float | None = None
-        """Scale of the sums that all ranks receive, from the latest reduction."""
-        self._config, self._settings, self._reductions, self._residuals = config, settings, reductions, residuals
-        self._clock, self._meter, self._prober = run.clock, run.meter, prober
-        self._discards: list[Callable[[], None]] = []
-
     @property
     def reducer(self) -> Reducer:
         """Return the reducer of the running step for the parameters that all data-parallel ranks have."""
-        return self._settings.reducers.every[0]
+        return self._in_force.every[0]
 
     def chosen_reducer(self, step: int, partition: Partition) -> Reducer:
         """Return the reducer of a bucket for the configured settings in step `step` (0-based), whatever is in force."""
@@ -106,7 +94,7 @@ class GradientReductions:
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
-        reducer = self._settings.reducers.of(partition)
+        reducer = self._in_force.of(partition)
         self._measure(reducer, bucket, partition, everywhere)
         self.scale = scale
         truth = true_sum(reducer.group, bucket) if self._is_compared(reducer) else None
@@ -117,7 +105,7 @@ class GradientReductions:
 
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""
-        reducer = self._settings.reducers.of(partition)
+        reducer = self._in_force.of(partition)
         if self._is_compared(reducer):
             self.reduce(bucket, partition, scale, everywhere=False)
             own = partition.owned_by(reducer.group.rank())
@@ -130,7 +118,7 @@ class GradientReductions:
 
         Returns None if the reduction cannot be deferred; it is then done already.
         """
-        reducer = self._settings.reducers.of(partition)
+        reducer = self._in_force.of(partition)
         if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._is_compared(reducer):
             self.reduce(bucket, partition, scale, everywhere=True)
             return None
@@ -148,7 +136,7 @@ class GradientReductions:
         reducer = self.reducer
         if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1:
             return None
-        may_begin = self._residuals.transactional and not self._settings.plan.probe and not self._compares()
+        may_begin = self._residuals.stores.transactional and not self.plan.probe and not self._compares()
         return reducer if may_begin else None
 
     def start_early(
@@ -170,10 +158,6 @@ class GradientReductions:
         begin = reducer.start_all_reduce if everywhere else reducer.start_reduce_scatter
         return begin(bucket, partition, scale, number)
 
-    def forget_step(self) -> None:
-        """Roll back what the running step has written into error-feedback buffers and momenta."""
-        self._residuals.rollback()
-
     def on_interruption(self, discard: Callable[[], None]) -> Callable[[], None]:
         """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished.
 
@@ -193,7 +177,7 @@ class GradientReductions:
 
     def _measure(self, reducer: Reducer, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`, and count the bytes that are sent uncompressed."""
-        if self._settings.plan.probe and self._prober is not None:
+        if self.plan.probe and self._prober is not None:
             self._prober.see(bucket, partition, reducer.group.rank(), everywhere)
         if self._meter.timed:
             # Those of parameters that are excluded, small, or chosen by an override.
@@ -203,7 +187,7 @@ class GradientReductions:
     def _compares(self) -> bool:
         """Return True if the running step, every `cosine_every`-th, compares a bucket with the true sum."""
         every = self._config.monitor.cosine_every
-        return every > 0 and (self._clock.step + 1) % every == 0 and not self._settings.plan.dense
+        return every > 0 and (self._clock.step + 1) % every == 0 and not self.plan.dense
 
     def _is_compared(self, reducer: Reducer) -> bool:
         """Return True if its next bucket is compared: the first one of all ranks in a step that compares."""

@@ -10,7 +10,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +20,6 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_compress.collectives.objects import of_first
 
 
-@dataclass(frozen=True)
-class StepMeans:
-    """Means over all ranks of one step: `loss` (or the metric in its place), and the time that the step took."""
-
-    loss: float | None = None
-    step_ms: float | None = None
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """Numbers of all ranks (on the host) that are still being reduced."""
-
-    numbers: torch.Tensor
-    wait: Callable[[], object]
-
-    def figures(self) -> list[float]:
-        self.wait()
-        return list(self.numbers.tolist())
-
-
-def _means(sums: list[float]) -> StepMeans:
-    """Return the means, from the sums of losses, metrics and milliseconds, each followed by its count."""
-    loss, losses, metric, metrics, milliseconds, times = sums
-    judged = metric / metrics if metrics else loss / losses if losses else None
-    return StepMeans(judged, milliseconds / times if times else None)
-
-
 class _Late:
     """Sums over ranks that are computed while the next step runs, so they are known one step late."""
 
@@ -56,13 +28,33 @@ class _Late:
         self._waits: list[Callable[[], object]] = []
         # A reduction that is still running when the interpreter exits may abort it.
         weakref.finalize(self, _wait, self._waits)
-        self._under_way: _UnderWay | None = None
+        self._under_way: tuple[torch.Tensor, Callable[[], object]] | None = None
+        """Numbers (on the host) that are still being reduced, and what waits for them."""
 
-    def _exchange(self, numbers: torch.Tensor) -> list[float] | None:
-        """Return the previous sums, None for the first call, and begin to sum `numbers`. Collective."""
-        former = None if self._under_way is None else self._under_way.figures()
-        self._under_way = _summed(numbers, self._group)
-        self._waits[:] = [self._under_way.wait]
+    def saved(self) -> list[float] | None:
+        """Return the sums of the last step, which a resumed run needs too; None before the first."""
+        if self._under_way is None:
+            return None
+        numbers, wait = self._under_way
+        wait()
+        return list(numbers.tolist())
+
+    def _exchange(self, sums: torch.Tensor) -> list[float] | None:
+        """Return the previous sums, None for the first call, and begin to sum over all ranks. Collective.
+
+        On a GPU the stream waits: NCCL does not guarantee that two communicators can work at once, so this sum is done
+        before the next step uses the communicator of the gradients. The host waits one step later, for a copy that has
+        arrived long before.
+        """
+        former = self.saved()
+        if sums.device.type == "cpu":
+            self._under_way = sums, dist.all_reduce(sums, group=self._group, async_op=True).wait
+        else:
+            dist.all_reduce(sums, group=self._group)
+            copy, copied = sums.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._under_way = copy, copied.synchronize
+        self._waits[:] = [self._under_way[1]]
         return former
 
 
@@ -91,25 +83,29 @@ class Losses(_Late):
         """Judge training by `metric` (less is better) instead of the loss of this step."""
         self._add(2, float(metric))
 
-    def next(self, step_ms: float | None) -> StepMeans:
+    def next(self, step_ms: float | None) -> tuple[float | None, float | None]:
         """Return the means of the previous step, and begin to sum those of the step that has just ended. Collective.
 
         Args:
             step_ms: milliseconds that the step has taken; None to leave it out.
+
+        Returns:
+            The mean loss (or the metric in its place) and the mean milliseconds; None if unknown.
         """
         if step_ms is not None:
             self._add(4, step_ms)
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         former = self._exchange(sums)
-        return StepMeans() if former is None else _means(former)
-
-    def saved(self) -> list[float] | None:
-        """Return the sums of the last step, which a resumed run needs; None before the first."""
-        return None if self._under_way is None else self._under_way.figures()
+        if former is None:
+            return None, None
+        # The sums of losses, metrics and milliseconds, each followed by its count.
+        loss, losses, metric, metrics, milliseconds, times = former
+        judged = metric / metrics if metrics else loss / losses if losses else None
+        return judged, milliseconds / times if times else None
 
     def load(self, saved: list[float] | None) -> None:
         """Restore the sums that `saved` returned."""
-        self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64), lambda: None)
+        self._under_way = None if saved is None else (torch.tensor(saved, dtype=torch.float64), lambda: None)
 
 
 class BusyTimes(_Late):
@@ -133,21 +129,6 @@ class BusyTimes(_Late):
         every.narrow(0, dist.get_rank(self._group), 1).fill_(-1.0 if milliseconds is None else milliseconds)
         former = self._exchange(every)
         return former if former and min(former) >= 0 else []
-
-
-def _summed(sums: torch.Tensor, group: ProcessGroup | None = None) -> _UnderWay:
-    """Begin to sum over all ranks of `group`, or of the job if None. Collective.
-
-    On a GPU the stream waits: NCCL does not guarantee that two communicators can work at once, so this sum is done
-    before the next step uses the communicator of the gradients. The host waits one step later, for a copy that has
-    arrived long before.
-    """
-    if sums.device.type == "cpu":
-        return _UnderWay(sums, dist.all_reduce(sums, group=group, async_op=True).wait)
-    dist.all_reduce(sums, group=group)
-    copy, copied = sums.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-    return _UnderWay(copy, copied.synchronize)
 
 
 def _wait(waits: list[Callable[[], object]]) -> None:

@@ -23,10 +23,6 @@ class _Patch:
     value: Any
     before: Any
 
-    @property
-    def topmost(self) -> bool:
-        return vars(self.owner).get(self.name, _ABSENT) is self.value
-
     def undo(self) -> None:
         if self.before is _ABSENT:
             delattr(self.owner, self.name)
@@ -111,7 +107,7 @@ class Patches:
         for patch in reversed(self._undo):
             if isinstance(patch, _Patch) and (id(patch.owner), patch.name) not in seen:
                 seen.add((id(patch.owner), patch.name))
-                if not patch.topmost:
+                if vars(patch.owner).get(patch.name, _ABSENT) is not patch.value:
                     owner = getattr(patch.owner, "__name__", type(patch.owner).__name__)
                     raise SeamError(
                         f"{owner}.{patch.name} has since been replaced by other code; undo that replacement first"

@@ -16,8 +16,8 @@ from deepspeed_compress.collectives.probes import link_seconds
 from deepspeed_compress.compression.compressors import Compressor
 from deepspeed_compress.config import GradientsConfig, MethodConfig, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
-from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Measurement, WeightCosts
-from deepspeed_compress.policy.measurement import fit
+from deepspeed_compress.policy.measurement import AlphaBeta, Measurement, WeightCosts, fit
+from deepspeed_compress.policy.selector import CandidateSelector
 
 SLICE_NUMEL = 4096
 """Number of consecutive elements per slice of a sample."""
@@ -38,19 +38,8 @@ MESSAGE = 2**20
 """Elements of the message from which sizes are computed, and of samples that are only timed."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Cost and error of one candidate.
-
-    Attributes:
-        errors: squared errors, by group of parameters.
-        sizes: bytes sent, by group of parameters.
-        seconds: time to encode and decode a step.
-    """
-
-    errors: Sequence[float]
-    sizes: Sequence[float]
-    seconds: float
+Trial = tuple[Sequence[float], Sequence[float], float]
+"""Squared errors and bytes sent of a candidate, by group of parameters, and its seconds to encode and decode a step."""
 
 
 @dataclass
@@ -112,21 +101,18 @@ class Prober:
         device: torch.device,
         everyone: ProcessGroup | None = None,
     ) -> None:
-        self._adaptive = adaptive
-        self._parameters = parameters
-        self._device = device
-        self._everyone = everyone
-        self._samples = self._fresh()
+        self._adaptive, self._parameters, self._device, self._everyone = adaptive, parameters, device, everyone
         self._last: AlphaBeta | None = None
-
-    def _fresh(self) -> list[_Sample]:
-        return [_Sample() for _ in range(len(self._adaptive.groups) + 1)]
+        self.forget()
 
     def see(self, bucket: Tensor, partition: Partition, rank: int, everywhere: bool) -> None:
         """Sample `bucket`, which is about to be reduced to its owners, or to all ranks if `everywhere`."""
         to_all = (partition.world_size - 1) * everywhere
         for segment in partition.segments:
-            sample = self._samples[self._group(segment.parameter)]
+            name = self._parameters.user_name(segment.parameter)
+            matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, name))
+            # Parameters that match no pattern are the last group.
+            sample = self._samples[next(matches, -1)]
             sample.sent += segment.numel * (1 if segment.owner != rank else to_all)
             count = max(1, segment.numel // (RATE * SLICE_NUMEL))
             stride = segment.numel // count
@@ -135,14 +121,9 @@ class Prober:
                 sample.slices.append(values)
                 sample.stands_for.append(segment.numel / count / values.numel())
 
-    def _group(self, name: str) -> int:
-        called = self._parameters.user_name(name)
-        matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, called))
-        return next(matches, len(self._adaptive.groups))
-
     def forget(self) -> None:
         """Drop the samples of a step that is not measured."""
-        self._samples = self._fresh()
+        self._samples = [_Sample() for _ in range(len(self._adaptive.groups) + 1)]
 
     def measure(self, group: ProcessGroup, waited: float, step: float, traffic: WeightTraffic) -> Measurement:
         """Measure the candidates on the samples of all ranks. Collective.
@@ -159,26 +140,35 @@ class Prober:
         sent = [sample.sent for sample in samples]
         norms = [weighted(x, weights) for x, weights in joined]
         tried = [self._try(settings, joined, sent) for settings in self._adaptive.candidates]
-        sums = self._reduced([waited, step, *norms, *(x for one in tried for x in (*one.errors, *one.sizes))], "SUM")
+        sums = self._reduced(
+            [waited, step, *norms, *(x for errors, sizes, _ in tried for x in (*errors, *sizes))], "SUM"
+        )
         count, world = len(samples), dist.get_world_size(self._everyone)
         rows = [sums[start : start + count] for start in range(2, len(sums), count)]
         return Measurement(
             errors=tuple(map(tuple, rows[1::2])),
             norms=tuple(rows[0]),
             sizes=tuple(tuple(size / world for size in row) for row in rows[2::2]),
-            codec_seconds=tuple(self._reduced([one.seconds for one in tried], "MAX")),
+            codec_seconds=tuple(self._reduced([seconds for *_, seconds in tried], "MAX")),
             link=self._link(group),
             waited=sums[0] / world,
             step=sums[1] / world,
-            weights=self._measure_weights(_few(joined), world, traffic),
+            # At most as many elements as a message has.
+            weights=self._measure_weights(torch.cat([x for x, _ in joined])[:MESSAGE], world, traffic),
         )
 
     def _try(self, settings: GradientsConfig, joined: Sequence[tuple[Tensor, Tensor]], sent: Sequence[int]) -> Trial:
+        """Try a candidate on a sample, `joined`, if this rank sends `sent` elements; both are by group."""
+        errors = [0.0] * len(sent)
         if not isinstance(settings, MethodConfig):
-            return Trial([0.0] * len(sent), [float(self._parameters.dtype.itemsize * numel) for numel in sent], 0.0)
-        tried = try_messages(settings.compressor(), joined, sent)
+            return errors, [float(self._parameters.dtype.itemsize * numel) for numel in sent], 0.0
+        compressor, begin = settings.compressor(), now(self._device)
+        left = [_left(compressor, x) for x, _ in joined]
+        elapsed, numel = now(self._device) - begin, sum(x.numel() for x, _ in joined)
         # The error of one message does not describe a momentum, and these methods have no other candidates.
-        return Trial([0.0] * len(sent), tried.sizes, tried.seconds) if settings.method in OWN_MOMENTUM else tried
+        if settings.method not in OWN_MOMENTUM:
+            errors = [weighted(rest, weights) for rest, (_, weights) in zip(left, joined, strict=True)]
+        return errors, [bytes_each(compressor) * one for one in sent], elapsed * sum(sent) / max(numel, 1)
 
     def _measure_weights(self, sample: Tensor, world: int, traffic: WeightTraffic) -> WeightCosts:
         """Return the costs of all weight candidates. The time of a codec does not depend on the encoded values."""
@@ -219,11 +209,6 @@ class Prober:
         return list(tensor.tolist())
 
 
-def _few(joined: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sampled elements, at most as many as a message has."""
-    return torch.cat([x for x, _ in joined])[:MESSAGE]
-
-
 def now(device: torch.device) -> float:
     """Return the time in seconds; on a CPU that of this thread alone, so that other work does not disturb it."""
     if device.type != "cuda":
@@ -235,23 +220,6 @@ def now(device: torch.device) -> float:
 def bytes_each(compressor: Compressor) -> float:
     """Return the bytes per element of a long message."""
     return compressor.payload_bytes(MESSAGE) / MESSAGE
-
-
-def try_messages(compressor: Compressor, joined: Sequence[tuple[Tensor, Tensor]], sent: Sequence[float]) -> Trial:
-    """Try messages of `compressor` on a sample.
-
-    Args:
-        compressor: the candidate.
-        joined: by group, a sample (flat fp32) and the number of elements that each of its elements represents.
-        sent: by group, elements that this rank sends.
-    """
-    device = joined[0][0].device
-    begin = now(device)
-    left = [_left(compressor, x) for x, _ in joined]
-    elapsed = now(device) - begin
-    numel = sum(x.numel() for x, _ in joined)
-    errors = [weighted(rest, weights) for rest, (_, weights) in zip(left, joined, strict=True)]
-    return Trial(errors, [bytes_each(compressor) * one for one in sent], elapsed * sum(sent) / max(numel, 1))
 
 
 def _left(compressor: Compressor, x: Tensor) -> Tensor:
@@ -272,15 +240,6 @@ def weighted(x: Tensor, weights: Tensor) -> float:
     return float(x.square().mul_(weights).sum())
 
 
-def codec_seconds(compressor: Compressor, x: Tensor) -> tuple[float, float]:
-    """Return the seconds to encode, and to decode, one element of a message of `x`, flat fp32 and not empty."""
-    out, begin = torch.zeros_like(x), now(x.device)
-    payload = _payload(compressor, x)
-    encoded = now(x.device)
-    compressor.decompress_add(payload, out, 1.0)
-    return (encoded - begin) / x.numel(), (now(x.device) - encoded) / x.numel()
-
-
 def _try_weights(settings: WeightsConfig, sample: Tensor, traffic: WeightTraffic) -> tuple[float, float]:
     """Return the bytes that this rank sends in a step, and the codec's seconds."""
     if not isinstance(settings, MethodConfig):
@@ -288,5 +247,10 @@ def _try_weights(settings: WeightsConfig, sample: Tensor, traffic: WeightTraffic
     compressor = settings.compressor()
     if not traffic.sent or not sample.numel():
         return bytes_each(compressor) * traffic.sent, 0.0
-    encoding, decoding = codec_seconds(compressor, sample)
-    return bytes_each(compressor) * traffic.sent, encoding * traffic.own + decoding * traffic.decoded
+    out, begin = torch.zeros_like(sample), now(sample.device)
+    payload = _payload(compressor, sample)
+    encoded = now(sample.device)
+    compressor.decompress_add(payload, out, 1.0)
+    encoding, decoding = encoded - begin, now(sample.device) - encoded
+    seconds = (encoding * traffic.own + decoding * traffic.decoded) / sample.numel()
+    return bytes_each(compressor) * traffic.sent, seconds

@@ -11,14 +11,9 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.config.models import Monitor
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.monitor import (
-    KINDS,
-    SAVED,
-    Meter,
-    StepStatistics,
-)
+from deepspeed_compress.monitor import KINDS, SAVED, Meter, StepStatistics
 from deepspeed_compress.monitor.meter import peak_memory
-from deepspeed_compress.policy import Observation, StepPlan
+from deepspeed_compress.policy.decider import Observation, StepPlan
 from deepspeed_compress.session.observer import BusyTimes
 
 Sink = Callable[[StepStatistics], None]
@@ -52,10 +47,7 @@ class Reporter:
         group: ProcessGroup | None = None,
     ) -> None:
         self.sinks: list[Sink] = []
-        self._every = monitor.every
-        self._meter = meter
-        self._byte_report = byte_report
-        self._device = device
+        self._every, self._meter, self._byte_report, self._device = monitor.every, meter, byte_report, device
         self._ended: float | None = None
         self._busy_times = BusyTimes(device, group)
 
@@ -82,8 +74,6 @@ class Reporter:
         `norm` returns the norm of this rank's residuals; it is called only on ranks that report. On a GPU, one of the
         figures waits for all work that was queued; afterwards nothing else has to.
         """
-        if not self.sinks:
-            return
         found = self._byte_report(self._meter.sizes())
         residual_norm = None if found is None else norm()
         times = self._meter.milliseconds()
@@ -99,7 +89,7 @@ class Reporter:
             rank=rank,
             **sizes,
             total_ratio=_total_ratio(sizes),
-            ratio=_ratio(sizes),
+            ratio=sizes["bytes_uncompressed"] / sizes["bytes_sent"] if sizes["bytes_sent"] else None,
             compress_ms=times["compress"],
             communicate_ms=times["communicate"],
             decompress_ms=times["decompress"],
@@ -133,10 +123,5 @@ def _total_ratio(sizes: Sizes) -> float | None:
     if sizes["bytes_islands"]:
         return None
     sent = sum(sizes[kind] or 0 for kind in KINDS)
-    ours = sizes["bytes_sent"] + sizes["bytes_islands"]
-    alone = sent - ours + sizes["bytes_uncompressed"] + sum(sizes[saved] for saved in SAVED)
+    alone = sent - sizes["bytes_sent"] + sizes["bytes_uncompressed"] + sum(sizes[saved] for saved in SAVED)
     return alone / sent if sent else None
-
-
-def _ratio(sizes: Sizes) -> float | None:
-    return sizes["bytes_uncompressed"] / sizes["bytes_sent"] if sizes["bytes_sent"] else None

@@ -44,19 +44,15 @@ class ResidualState:
     def __init__(self, stores: ResidualStores, config: CompressConfig) -> None:
         self._prunes = False
         """True after a state of other ranks was restored: residuals of all owners are here."""
-        self._stores, self._config = stores, config
+        self.stores, self._config = stores, config
         gradients = config.gradients
         kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
         self._forget_every = kept.reset_interval if isinstance(kept, ErrorFeedbackConfig) else None
 
     @property
     def by_name(self) -> Mapping[str, Residuals]:
-        return self._stores.by_name
-
-    @property
-    def transactional(self) -> bool:
-        """Return True if what a step has written can be rolled back."""
-        return self._stores.transactional
+        """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
+        return self.stores.by_name
 
     def settle(self, finished: FinishedStep, dense: bool) -> None:
         """Commit what the step has written, or roll it back if the step was skipped.
@@ -66,7 +62,10 @@ class ResidualState:
             dense: True if the step sent everything uncompressed.
         """
         if self._prunes and finished.applied and not dense:
-            self._prune()
+            # Drop the residuals of elements that other ranks own; the first step has shown which they are.
+            for store in self._of(OWNED):
+                store.prune()
+            self._prunes = False
         for store in self.by_name.values():
             store.commit() if finished.applied else store.rollback()
             if finished.scale_after != finished.scale_before:
@@ -75,7 +74,7 @@ class ResidualState:
             self.clear_residuals()
 
     def rollback(self) -> None:
-        """Roll back what the running step has written."""
+        """Roll back what the running step has written into error-feedback buffers and momenta."""
         for store in self.by_name.values():
             store.rollback()
 
@@ -113,7 +112,7 @@ class ResidualState:
             if kind_of(name) in _OF_SOME:
                 shared = kind_of(name) in SHARED
                 on_host = kept is not None and kept.on_host and not shared
-                self._stores.get(name, storage[name], on_host, scaled=not shared)
+                self.stores.get(name, storage[name], on_host, scaled=not shared)
 
     def restored(self, same_ranks: bool) -> None:
         """Note that a state was restored; residuals of owners are still to be dropped if other ranks saved it."""
@@ -132,9 +131,3 @@ class ResidualState:
                 for piece, values in list(means.items()):
                     gradients.add([(piece, values / scale)], values.device)
                 means.clear()
-
-    def _prune(self) -> None:
-        """Drop the residuals of elements that other ranks own; the first step has shown which they are."""
-        for store in self._of(OWNED):
-            store.prune()
-        self._prunes = False

@@ -11,15 +11,15 @@ from deepspeed_compress.collectives.pace import make_pace
 from deepspeed_compress.collectives.reducer import Run, StepClock, chunk_numel
 from deepspeed_compress.collectives.reduction import GroupedReductions, ReductionContext
 from deepspeed_compress.compression.residual_stores import ResidualStores
-from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.config import SECTION, PowerSGDGradients, WeightsConfig, total_steps
 from deepspeed_compress.errors import CompressWarning, SeamError
 from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, StepStatistics
 from deepspeed_compress.monitor.journal import utc_now
-from deepspeed_compress.policy import Observation, Policy, StepPlan
+from deepspeed_compress.policy.decider import Observation, StepPlan
+from deepspeed_compress.policy.policy import Policy
 from deepspeed_compress.session.engine import BackgroundCheckpoints, EngineDescription, IslandExchanges
-from deepspeed_compress.session.gradients import GradientReductions, StepSettings
-from deepspeed_compress.session.observer import Losses, StepMeans, StepWatch, largest_of_all, new_run
+from deepspeed_compress.session.gradients import GradientReductions
+from deepspeed_compress.session.observer import Losses, StepWatch, largest_of_all, new_run
 from deepspeed_compress.session.patches import Patches, SwitchedPatches
 from deepspeed_compress.session.probing import Prober, WeightTraffic
 from deepspeed_compress.session.reporting import Reporter
@@ -93,17 +93,20 @@ class Session:
         self.run = Run(self.clock, self.meter, config.seed, pace, chunk_numel(device))
         """Clock, meter, seed and pace, which all reducers share."""
         self.journal = Journal(config.monitor.path, new_run(group), engine.step, of_first(utc_now(), group))
-        self._log = EventLog(self.journal, engine.writes, engine.island)
+        self.log = EventLog(self.journal, engine.writes, engine.island)
         self._reporter = Reporter(config.monitor, self.meter, engine.byte_report, device, group)
         writer = StatisticsWriter(self.journal, engine.sink)
         if writer.active:
             self.subscribe(writer.write)
         total = total_steps(engine.document, config.schedule)
-        self.policy = Policy(config, total, self._log.record, engine.differences)
-        self.reductions = _make_reductions(engine, self.run)
+        self.policy = Policy(config, total, self.log.record, engine.differences)
+        self.reductions: GroupedReductions | None = None
         """Reducers for each choice of gradient settings; None for method "none", which leaves them to the engine."""
-        self._settings = StepSettings(config, self.policy, self.reductions)
-        stores = ResidualStores(False) if self.reductions is None else self.reductions.context.stores
+        compresses = config.gradients.method != "none"
+        stores = ResidualStores(engine.transactional and compresses)
+        if compresses:
+            context = ReductionContext(engine.make_groups(), engine.parameters, stores, self.run)
+            self.reductions = GroupedReductions(context, engine.find_separate())
         self.residuals = ResidualState(stores, config)
         """Residuals and momenta."""
         self._largest = partial(largest_of_all, device=device, group=engine.deciding)
@@ -115,9 +118,7 @@ class Session:
         """Measurements of candidates; None if the policy does not adapt."""
         if self.policy.adaptation is not None:
             self.prober = Prober(self.policy.adaptation.selector, self.parameters, device, engine.deciding)
-        self.gradients = GradientReductions(
-            config, self._settings, self.reductions, self.residuals, self.run, self.prober
-        )
+        self.gradients = GradientReductions(config, self.policy, self.reductions, self.residuals, self.run, self.prober)
         """Reductions of gradient buckets."""
         self.exact: ExactWeights | None = None
         """Updater of compressed weights; None if weights never lag behind the fp32 master weights."""
@@ -144,41 +145,27 @@ class Session:
     @property
     def events(self) -> Sequence[Event]:
         """Return the decisions in this process so far."""
-        return self._log.events
-
-    @property
-    def stores(self) -> Mapping[str, Residuals]:
-        """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
-        return self.residuals.by_name
+        return self.log.events
 
     @property
     def settings(self) -> str:
         """Return the settings in force in the running step in short form: "blockwise bits=4"."""
-        return self._plan.text
-
-    @property
-    def dense(self) -> bool:
-        """Return True if the running step sends everything uncompressed."""
-        return self._plan.dense
+        return self.plan.text
 
     @property
     def alone(self) -> bool:
         """Return True if the engine itself reduces gradients in the running step, uncompressed."""
-        return self._plan.alone or self.reductions is None
+        return self.plan.alone or self.reductions is None
 
     @property
     def weights(self) -> WeightsConfig | None:
         """Return the weight settings of the running step; None if the engine itself gathers weights."""
-        return self._settings.weights
+        return self.gradients.weights
 
     @property
-    def _plan(self) -> StepPlan:
-        return self._settings.plan
-
-    @property
-    def synchronises(self) -> bool:
-        """Return True if the running step ends with exact weights on all ranks."""
-        return self._plan.sync
+    def plan(self) -> StepPlan:
+        """Return the plan of the running step."""
+        return self.gradients.plan
 
     def synchronise(self) -> None:
         """Make the weights on all ranks exact, as before a state dict is collected.
@@ -196,10 +183,6 @@ class Session:
     def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
         """Pass the statistics of measured steps to `sink` from now on, on ranks that report. Call it on all ranks."""
         self._reporter.sinks.append(sink)
-
-    def record(self, event: Event) -> None:
-        """Write `event` to the log of decisions of the run."""
-        self._log.record(event)
 
     def compare_again(self) -> int:
         """Repeat the comparison of `auto`, for instance because the network has changed.
@@ -240,14 +223,18 @@ class Session:
 
         Returns True if the checkpoint saved last is to be loaded.
         """
-        self.residuals.settle(finished, self._plan.dense)
+        self.residuals.settle(finished, self.plan.dense)
         step_ms = self._reporter.step_ended()
         # A skipped step is shorter than others, so its time says nothing about theirs.
         timed_ms = step_ms if finished.applied else None
         seen = self._observe(finished, timed_ms)
-        self._report(seen, finished, step_ms)
+        if self._reporter.due(finished.step):
+            if self.alone:
+                self.meter.bytes_raw = self.meter.bytes_sent
+            norm = partial(self.residuals.residual_norm, finished.scale_after)
+            self._reporter.report(seen, finished.samples, self.plan, step_ms, norm)
         actions = self.policy.observe(seen)
-        if self._plan.probe and self.prober is not None:
+        if self.plan.probe and self.prober is not None:
             self._adapt(self.prober, finished, timed_ms)
         if actions.check_residuals:
             self._check_residuals(finished)
@@ -261,7 +248,7 @@ class Session:
         if self.islands is None:
             return
         self.islands.step_ended(step)
-        if self._plan.probe:
+        if self.plan.probe:
             # The meter has begun the next step, whose gradients have not been waited for yet.
             self._exchange_ms = self.meter.milliseconds()["communicate"]
 
@@ -284,45 +271,28 @@ class Session:
         """Have `guard.rollback` load the checkpoint in the tag directory `directory` from now on."""
         self.saved = [*(one for one in self.saved if one != directory), directory]
 
-    @property
-    def last_saved(self) -> Path | None:
-        """Return the directory of the checkpoint that this run saved last; None if it has saved none."""
-        return self.saved[-1] if self.saved else None
-
     def training_resumed(self, client_state: Mapping[str, Any]) -> None:
         """Note that the engine, when it was made, has loaded a checkpoint with `client_state`."""
         self.resumed = client_state
 
-    def reset(self) -> None:
-        """Forget everything that is kept between steps."""
-        self.residuals.clear()
-
     def begin(self, step: int, loss_scale: float) -> None:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
-        self._settings.begin(step)
+        self.gradients.begin(step)
         for patches in self._switched:
             patches.follow(self.alone)
         scale = self.gradients.scale
-        if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and scale is not None:
+        if self.plan.changed and isinstance(self.plan.settings, PowerSGDGradients) and scale is not None:
             self.residuals.hand_over_means(scale)
         self._exchange_ms = 0.0
-        self.meter.reset(timed=self._plan.probe or self._reporter.due(step + 1))
+        self.meter.reset(timed=self.plan.probe or self._reporter.due(step + 1))
 
     def _observe(self, finished: FinishedStep, timed_ms: float | None) -> Observation:
-        means = StepMeans() if self.losses is None else self.losses.next(timed_ms)
+        loss, mean_ms = (None, None) if self.losses is None else self.losses.next(timed_ms)
         guard = self.policy.guard
-        wants_residuals = guard is not None and guard.wants_residuals(finished.step, self._plan)
+        wants_residuals = guard is not None and guard.wants_residuals(finished.step, self.plan)
         residuals = self._largest_residual(finished) if wants_residuals else None
-        return Observation(finished.step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
-
-    def _report(self, seen: Observation, finished: FinishedStep, step_ms: float | None) -> None:
-        if not self._reporter.due(finished.step):
-            return
-        if self.alone:
-            self.meter.bytes_raw = self.meter.bytes_sent
-        norm = partial(self.residuals.residual_norm, finished.scale_after)
-        self._reporter.report(seen, finished.samples, self._plan, step_ms, norm)
+        return Observation(finished.step, finished.applied, finished.grad_norm, loss, residuals, mean_ms)
 
     def _adapt(self, prober: Prober, finished: FinishedStep, timed_ms: float | None) -> None:
         """Let the policy choose by this step.
@@ -365,18 +335,10 @@ class Session:
     def _check_residuals(self, finished: FinishedStep) -> None:
         """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
         guard, largest = self.policy.guard, self._largest_residual(finished)
-        if guard is not None and largest is not None and guard.damaged(finished.step, self._plan, largest):
+        if guard is not None and largest is not None and guard.damaged(finished.step, self.plan, largest):
             self.residuals.clear_residuals()
 
     def _largest_residual(self, finished: FinishedStep) -> float | None:
         """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
         norm = self.residuals.residual_norm(finished.scale_after)
         return None if self.losses is None or norm is None else self._largest([norm])[0]
-
-
-def _make_reductions(engine: EngineDescription, run: Run) -> GroupedReductions | None:
-    if engine.config.gradients.method == "none":
-        return None
-    stores = ResidualStores(engine.transactional)
-    context = ReductionContext(engine.make_groups(), engine.parameters, stores, run)
-    return GroupedReductions(context, engine.find_separate())

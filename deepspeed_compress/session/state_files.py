@@ -49,7 +49,7 @@ class Place:
 def save_state_files(session: Session, directory: Path, place: Place, moment: Moment, write: Write) -> None:
     """Have `write` write the files of this rank."""
     section, decisions = masked(session.config.model_dump(mode="json")), session.decisions()
-    kept = state.contents(session.stores, place.position, moment, section, decisions)
+    kept = state.contents(session.residuals.by_name, place.position, moment, section, decisions)
     write(kept, state.state_file(directory, place.rank))
 
 
@@ -72,7 +72,7 @@ def load_state_files(
         return result_on_all(partial(_restore, session, directory, place, loss_scale, step, save), place.group)
     except StateError as error:
         text = str(error)
-    session.reset()
+    session.residuals.clear()
     # Ranks whose own files were complete would decide differently from the others.
     session.load_decisions(decided)
     if session.config.on_missing_state == "error":
@@ -91,23 +91,19 @@ def _restore(session: Session, directory: Path, place: Place, loss_scale: float,
     check_owners(found[0][1], session.config)
     if session.reductions is not None:
         check_parameters([description for _, description in found], session.parameters)
-    check_experts(found[0][1], session.stores, place.position)
+    check_experts(found[0][1], session.residuals.by_name, place.position)
     session.residuals.expect(found[0][1].storage)
-    same = state.restore(session.stores, found, place.position, loss_scale, place.device)
+    same = state.restore(session.residuals.by_name, found, place.position, loss_scale, place.device)
     session.residuals.restored(same)
-    _load_decisions(session, *found[0])
-    if not same and session.policy.auto is not None:
-        # The times were those of other ranks.
-        session.policy.auto.restart()
-    return found[0][1].step
-
-
-def _load_decisions(session: Session, file: Path, description: Description) -> None:
-    """Restore the saved decisions of the policy. Raises StateError if they are not what a policy saves."""
+    file, description = found[0]
     try:
         session.load_decisions(description.decisions)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise StateError(f"{file.with_suffix('.json')}: the decisions are damaged ({error!r})") from error
+    if not same and session.policy.auto is not None:
+        # The times were those of other ranks.
+        session.policy.auto.restart()
+    return description.step
 
 
 def result_on_all(work: Callable[[], T], group: ProcessGroup | None = None, problem: str = "") -> T:

@@ -7,9 +7,7 @@ order to refuse a resume that could not be exact.
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,34 +43,21 @@ def add_program_state(engine: Any, identity: Identity) -> None:
         session.saving.set_client_state(lambda: {STATE: vars(identity)})
 
 
-def save(engine: Any, output_dir: Path, identity: Identity) -> None:
-    """Write checkpoint `global_step<N>` below `output_dir`. Collective."""
-    engine.save_checkpoint(str(output_dir / DIRECTORY), client_state={STATE: vars(identity)})
-
-
 def first_step(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks, resuming: bool) -> int:
     """Return the step after which this run continues.
 
     It is the step of the checkpoint that the engine loaded when it was made, or else of the newest checkpoint of the
-    program. Raises ConfigError as `resume` does.
-    """
-    session = vars(engine).get("compression")
-    resumed = None if session is None else session.resumed
-    if resumed is not None:
-        _check(resumed.get(STATE), identity)
-        return int(engine.global_steps)
-    return resume(engine, output_dir, identity, ranks) if resuming else 0
-
-
-def resume(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks) -> int:
-    """Load the newest checkpoint and return its step; 0 if there is none.
+    program, which is loaded if `resuming`; 0 if there is none.
 
     Raises:
         ConfigError: if the options differ from those with which the checkpoint was made.
     """
-    if not ranks.first_only((output_dir / DIRECTORY / "latest").is_file):
-        return 0
-    _, state = engine.load_checkpoint(str(output_dir / DIRECTORY))
+    session = vars(engine).get("compression")
+    state = None if session is None else session.resumed
+    if state is None:
+        if not (resuming and ranks.first_only((output_dir / DIRECTORY / "latest").is_file)):
+            return 0
+        _, state = engine.load_checkpoint(str(output_dir / DIRECTORY))
     _check((state or {}).get(STATE), identity)
     return int(engine.global_steps)
 
@@ -85,21 +70,6 @@ def _check(saved: dict[str, Any] | None, identity: Identity) -> None:
     ]
     if changed:
         raise ConfigError(f"--resume: {'; '.join(changed)}; restore the old value, or start a new run")
-
-
-@dataclass
-class LogInterval:
-    """Losses and seconds of the steps since the last log line."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        get_accelerator().synchronize()
-        self.seconds += time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
@@ -121,30 +91,26 @@ class Loop:
         Raises:
             StateError: if the loss is not finite.
         """
-        options, interval, latest = self.options, LogInterval(), math.nan
+        options, engine, latest = self.options, self.engine, math.nan
+        losses, seconds = list[Tensor](), 0.0
         for step in range(first + 1, options.steps + 1):
-            rate = self._learning_rate()
-            with interval.timed():
-                interval.losses.append(self._step(step))
+            rates, begin = engine.get_lr(), time.perf_counter()
+            losses.append(train_step(self.stepper, self.data.train, self.share, options.seed, step, engine.device))
+            get_accelerator().synchronize()
+            seconds += time.perf_counter() - begin
             if step % options.log_every == 0 or step == options.steps:
-                self._log(step, interval, rate)
-                interval = LogInterval()
+                self._log(step, losses, seconds / len(losses), float(rates[0]) if rates else None)
+                losses, seconds = [], 0.0
             if options.eval_every and step % options.eval_every == 0:
                 latest = self._evaluate(step)
             if options.save_every and (step % options.save_every == 0 or step == options.steps):
-                save(self.engine, options.output_dir, self.identity)
+                directory = str(options.output_dir / DIRECTORY)
+                engine.save_checkpoint(directory, client_state={STATE: vars(self.identity)})
         evaluated = options.steps > first and options.eval_every and options.steps % options.eval_every == 0
         return latest if evaluated else self._evaluate(max(first, options.steps))
 
-    def _step(self, step: int) -> Tensor:
-        return train_step(self.stepper, self.data.train, self.share, self.options.seed, step, self.engine.device)
-
-    def _learning_rate(self) -> float | None:
-        rates = self.engine.get_lr()
-        return float(rates[0]) if rates else None
-
-    def _log(self, step: int, interval: LogInterval, rate: float | None) -> None:
-        loss, seconds = mean_over_ranks(interval.losses, self.share), interval.seconds / len(interval.losses)
+    def _log(self, step: int, losses: list[Tensor], seconds: float, rate: float | None) -> None:
+        loss = mean_over_ranks(losses, self.share)
         self.metrics.add(step=step, train_loss=loss, step_time_s=seconds, lr=rate)
         self.ranks.print_once(f"{step}/{self.options.steps}  loss {loss:.4f}  {seconds:.3f} s/step")
         if not math.isfinite(loss):

@@ -75,11 +75,13 @@ def _finish(
         export_model(engine, config.model_config, options.tokenizer, options.export)
     if not ranks.is_first:
         return
+    session = vars(engine).get("compression")
+    run = None if session is None else session.journal.part.id
     monitor_path = config.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
     batch_tokens = batch_size * options.seq_len
     summary = {
-        **final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(engine)),
-        "run": _run(engine),
+        **final_figures(options.output_dir, Path(monitor_path), batch_tokens, run),
+        "run": run,
         "eval_loss": loss,
         "steps": options.steps,
         "parameters": parameters,
@@ -98,12 +100,6 @@ def _finish(
     if options.export:
         print(f"model and tokenizer in {options.export}")
     print(f"held-out loss {loss:.4f}, figures in {options.output_dir / SUMMARY}", flush=True)
-
-
-def _run(engine: Any) -> str | None:
-    """Return the name of the run in its statistics; None without compression."""
-    session = vars(engine).get("compression")
-    return None if session is None else session.journal.part.id
 
 
 def check_export(options: Options) -> None:

@@ -54,15 +54,6 @@ class Options:
 
 def parse_options(argv: list[str] | None = None) -> Options:
     """Return the options from `argv`, or from sys.argv. Exits with status 2 if they are wrong."""
-    values = vars(_parser().parse_args(argv))
-    values.pop("deepspeed")
-    output_dir: Path = values["output_dir"]
-    values["tokenizer"] = values["tokenizer"] or output_dir / "tokenizer"
-    values["cache_dir"] = values["cache_dir"] or values["tokenizer"] / "tokens"
-    return Options(**values | {"data": tuple(values["data"])})
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_gpt.py",
         description="Train a Hugging Face causal language model with DeepSpeed and compressed gradients.",
@@ -72,27 +63,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run(parser.add_argument_group("what to train"))
     _add_length(parser.add_argument_group("length and output"))
-    _add_launcher(parser.add_argument_group("options of launchers"))
-    return parser
+    launchers = parser.add_argument_group("options of launchers")
+    launchers.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
+    what = "accepted for launchers that pass it; it has no effect"
+    launchers.add_argument("--deepspeed", action="store_true", help=what)
+    values = vars(parser.parse_args(argv))
+    values.pop("deepspeed")
+    output_dir: Path = values["output_dir"]
+    values["tokenizer"] = values["tokenizer"] or output_dir / "tokenizer"
+    values["cache_dir"] = values["cache_dir"] or values["tokenizer"] / "tokens"
+    return Options(**values | {"data": tuple(values["data"])})
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    what = "DeepSpeed configuration, JSON or HJSON"
-    group.add_argument("--deepspeed_config", required=True, metavar="FILE", help=what)
-    what = "text files or directories: .txt, .jsonl"
-    group.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH", help=what)
-    what = "directory for the results of the run"
-    group.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help=what)
+    add = group.add_argument
+    add("--deepspeed_config", required=True, metavar="FILE", help="DeepSpeed configuration, JSON or HJSON")
+    add("--data", type=Path, nargs="+", required=True, metavar="PATH", help="text files or directories: .txt, .jsonl")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the results of the run")
     what = "model config in JSON, or a local Hugging Face directory (default %(default)s)"
-    group.add_argument("--model", type=Path, default=MODEL, metavar="PATH", help=what)
+    add("--model", type=Path, default=MODEL, metavar="PATH", help=what)
     what = "directory with a tokenizer.json; trained when missing (default OUTPUT_DIR/tokenizer)"
-    group.add_argument("--tokenizer", type=Path, metavar="DIR", help=what)
+    add("--tokenizer", type=Path, metavar="DIR", help=what)
     what = "vocabulary size of a tokenizer that is trained (default: the model's)"
-    group.add_argument("--vocab-size", type=integer_from(257), metavar="N", help=what)
-    what = "directory for the encoded text (default TOKENIZER/tokens)"
-    group.add_argument("--cache-dir", type=Path, metavar="DIR", help=what)
+    add("--vocab-size", type=integer_from(257), metavar="N", help=what)
+    add("--cache-dir", type=Path, metavar="DIR", help="directory for the encoded text (default TOKENIZER/tokens)")
     what = "share at the end of each file that is used only for evaluation (default %(default)s)"
-    group.add_argument("--held-out", type=share, default=0.05, metavar="SHARE", help=what)
+    add("--held-out", type=share, default=0.05, metavar="SHARE", help=what)
 
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
@@ -106,15 +102,9 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         ("--log-every", 10, 1, "steps between lines of metrics.jsonl"),
     ]
     for name, default, least, text in counts:
-        group.add_argument(
-            name, type=integer_from(least), default=default, metavar="N", help=f"{text} (default {default})"
-        )
+        what = f"{text} (default {default})"
+        group.add_argument(name, type=integer_from(least), default=default, metavar="N", help=what)
     what = "write the trained model and its tokenizer as a Hugging Face directory (default: not written)"
     group.add_argument("--export", type=Path, metavar="DIR", help=what)
     what = "resume from the newest checkpoint in OUTPUT_DIR, or start at step 0 if there is none"
     group.add_argument("--resume", action="store_true", help=what)
-
-
-def _add_launcher(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
-    group.add_argument("--deepspeed", action="store_true", help="accepted for launchers that pass it; it has no effect")

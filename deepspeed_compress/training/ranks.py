@@ -52,8 +52,9 @@ def start_ranks(local_rank: int) -> Ranks:
     from deepspeed.accelerator import get_accelerator
 
     if "RANK" not in os.environ:
-        single = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        os.environ.update(single)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
     local_rank = int(os.environ["LOCAL_RANK"])
     get_accelerator().set_device(local_rank)
@@ -71,9 +72,3 @@ def end_ranks() -> None:
 
     gc.collect()
     deepspeed.comm.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -44,9 +44,17 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
         raise ConfigError(
             f'{options.deepspeed_config}: /optimizer is missing; write {{"type": "AdamW", "params": {{}}}}'
         )
-    config = RunConfig(ds_config, read_model_config(options.model), _layout(ds_config, section))
-    _check_run_config(config, options, ranks)
-    return config
+    parallelism = (section.parallelism if section else None) or Parallelism()
+    tensor, recompute = TENSOR.effective(ds_config, parallelism), parallelism.activation_checkpointing
+    layout = Layout(tensor, parallelism.pipeline, parallelism.partition, recompute)
+    model_config = read_model_config(options.model)
+    check_layout(model_config, layout, ranks.world_size)
+    positions = getattr(model_config, "max_position_embeddings", options.seq_len)
+    if options.seq_len > positions:
+        raise ConfigError(
+            f"--seq-len {options.seq_len}: the model {options.model} has only {positions} positions; write at most that"
+        )
+    return RunConfig(ds_config, model_config, layout)
 
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
@@ -58,7 +66,13 @@ def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig)
     key = ranks.first_only(lambda: tokens.cache_key(files, options.tokenizer))
     ranks.print_once(f"tokens in {options.cache_dir}, which are encoded if they are missing")
     ranks.once_per_node(lambda: tokens.build_cache(files, options.tokenizer, options.cache_dir, key))
-    return _split(options, key, model_config)
+    cache = tokens.open_cache(options.cache_dir, key)
+    if cache.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"--tokenizer {options.tokenizer}: has {cache.vocab_size} tokens, but /vocab_size of {options.model} is "
+            f"{model_config.vocab_size}; write at least {cache.vocab_size} there, or use a smaller tokenizer"
+        )
+    return Data(*tokens.split_windows(cache, options.seq_len, options.held_out), key)
 
 
 def start_training(options: Options, config: RunConfig) -> Any:
@@ -93,35 +107,6 @@ def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, outpu
     return ds_config | {SECTION: written | {"monitor": monitor}}
 
 
-def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout:
-    parallelism = (section.parallelism if section else None) or Parallelism()
-    return Layout(
-        TENSOR.effective(ds_config, parallelism),
-        parallelism.pipeline,
-        parallelism.partition,
-        parallelism.activation_checkpointing,
-    )
-
-
-def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None:
-    check_layout(config.model_config, config.layout, ranks.world_size)
-    positions = getattr(config.model_config, "max_position_embeddings", options.seq_len)
-    if options.seq_len > positions:
-        raise ConfigError(
-            f"--seq-len {options.seq_len}: the model {options.model} has only {positions} positions; write at most that"
-        )
-
-
 def _tokenizer(options: Options, files: list[Path], model_config: PretrainedConfig) -> None:
     if not (options.tokenizer / "tokenizer.json").is_file():
         tokens.train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
-
-
-def _split(options: Options, key: str, model_config: PretrainedConfig) -> Data:
-    cache = tokens.open_cache(options.cache_dir, key)
-    if cache.vocab_size > model_config.vocab_size:
-        raise ConfigError(
-            f"--tokenizer {options.tokenizer}: has {cache.vocab_size} tokens, but /vocab_size of {options.model} is "
-            f"{model_config.vocab_size}; write at least {cache.vocab_size} there, or use a smaller tokenizer"
-        )
-    return Data(*tokens.split_windows(cache, options.seq_len, options.held_out), key)

@@ -10,7 +10,7 @@ Uncompressed engines round differently. At a constant learning rate these differ
 in single losses and held-out losses. So the goal compares means. The largest difference between uncompressed
 engines in the first steps, before rounding shows, is printed below the table.
 
-Megatron's GPTModel gets the weights of the Hugging Face model (deepspeed_compress.models.megatron). Its distributed
+Megatron's GPTModel gets the weights of the Hugging Face model (`copy_weights` in megatron_stepper.py). Its distributed
 optimizer and FSDP2 reduce-scatter gradients. gloo all-reduces instead, so uncompressed they send twice the bytes.
 
 Finished runs are kept and not repeated.

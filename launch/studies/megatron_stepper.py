@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,43 @@ from torch import Tensor
 
 from deepspeed_compress import megatron
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.models import read_model_config
-from deepspeed_compress.models.megatron import load_weights, without_cuda
+from deepspeed_compress.models import build_model, read_model_config
+from deepspeed_compress.models.megatron import without_cuda
 from deepspeed_compress.tools.bench.peers import INT4, Optimizer, Peer
 from deepspeed_compress.tools.bench.workload import Workload
 from launch.train_megatron import Steps, gpt, make_optimizer, model_config, wrapped
+
+NAMES: Mapping[str, str] = {
+    "embedding.word_embeddings.": "transformer.wte.",
+    "embedding.position_embeddings.": "transformer.wpe.",
+    "decoder.layers.": "transformer.h.",
+    "decoder.final_layernorm.": "transformer.ln_f.",
+    ".input_layernorm.": ".ln_1.",
+    ".self_attention.linear_qkv.": ".attn.c_attn.",
+    ".self_attention.linear_proj.": ".attn.c_proj.",
+    ".pre_mlp_layernorm.": ".ln_2.",
+    ".mlp.linear_fc1.": ".mlp.c_fc.",
+    ".mlp.linear_fc2.": ".mlp.c_proj.",
+}
+"""Parts of the names of Megatron's parameters, and the same parts in transformers' GPT-2."""
+
+
+@torch.no_grad()
+def copy_weights(source: Mapping[str, Tensor], module: Any) -> None:
+    """Copy the weights of transformers' GPT-2 with tied embeddings into a whole GPTModel.
+
+    GPT-2 stores transposed matrices (`Conv1D`), and the queries of all heads, then the keys, then the values. Megatron
+    stores the three head by head.
+    """
+    for name, parameter in module.named_parameters():
+        found = reduce(lambda known, part: known.replace(part, NAMES[part]), NAMES, name)
+        value = source[found]
+        if ".linear_" in name:
+            value = value.t()
+        if ".linear_qkv." in name:
+            of_heads = value.reshape(3, module.config.num_attention_heads, -1, *value.shape[1:])
+            value = of_heads.transpose(0, 1).reshape(value.shape)
+        parameter.copy_(value)
 
 
 class MegatronStepper:
@@ -46,7 +78,7 @@ class MegatronStepper:
             model_parallel_cuda_manual_seed(workload.seed)
             config = model_config(options, described)
             module = gpt(options, described, config, 0)
-            load_weights([module], path, described, workload.seed)
+            copy_weights(build_model(path, described, workload.seed).state_dict(), module)
             self.chunk = wrapped(options, config, module, first=True)
             trained = make_optimizer(options, [self.chunk], alike=True, **_adam(workload, optimizer))
             document = {SECTION: dict(section or {})}

@@ -174,7 +174,7 @@ class Rank:
 
     @torch.no_grad()
     def _send_weights(self) -> None:
-        uncompressed = self.session.dense or self.session.config.weights.method == "none"
+        uncompressed = self.session.plan.dense or self.session.config.weights.method == "none"
         (self.gather.synchronise if uncompressed else self.gather.gather)(self.held, self.master)
         self.weights.copy_(self.held)
 

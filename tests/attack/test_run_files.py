@@ -48,9 +48,9 @@ def write_run(directory: Path) -> None:
         journal.add("rollout.jsonl", {"step": step, "rollout_bytes": 9, "rollout_full_bytes": 99, "rollout_lag": 7.0})
     event = {"step": 3, "kind": "anomaly", "reason": "why", "evidence": {"norm": 1.0}, "before": "a", "after": "b"}
     journal.add("events.jsonl", event)
-    journal.write("ds_config.json", json.dumps(config(rollout={"directory": "/shared"})))
+    (directory / "ds_config.json").write_text(json.dumps(config(rollout={"directory": "/shared"})))
     summary = {"eval_loss": 3.0, "tokens_per_s": 10.0, "run": "a", "parameters": 10}
-    journal.write("summary.json", json.dumps(summary))
+    (directory / "summary.json").write_text(json.dumps(summary))
     trainer_run(directory)
     (directory / "train_results.json").write_text(json.dumps({"train_loss": 3.1, "train_runtime": 6.0}))
 

@@ -115,7 +115,7 @@ def fused_overflow(rank: int) -> dict[str, Any]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    values = [v for store in attached.session.stores.values() for _, v in store.items()]
+    values = [v for store in attached.session.residuals.by_name.values() for _, v in store.items()]
     return {
         "residuals": all(v.isfinite().all() for v in values),
         "weights": all(p.isfinite().all() for p in model.parameters()),

@@ -337,7 +337,7 @@ def discarded(rank: int) -> list[tuple[int, float]]:
                 optimizer.step()
             for parameter in model.parameters():
                 parameter.grad = None
-        kept = sum(values.abs().sum().item() for _, values in attached.session.stores["gradients"].items())
+        kept = sum(values.abs().sum().item() for _, values in attached.session.residuals.by_name["gradients"].items())
         found.append((attached.steps.count, kept))
     return found
 

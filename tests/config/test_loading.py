@@ -1,11 +1,15 @@
+"""Configurations are read as DeepSpeed does, or refused by name, and copies of them have no secrets."""
+
 import base64
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deepspeed_compress.config import read_ds_config
+from deepspeed_compress.config import masked, read_ds_config
+from deepspeed_compress.config.loading import MASK
 from deepspeed_compress.errors import ConfigError
 
 CONFIG = {"train_batch_size": 8, "deepspeed_compress": {"gradients": {"bits": 4}}}
@@ -92,3 +96,41 @@ def test_a_named_pipe_is_refused_and_an_opened_one_is_read(tmp_path: Path) -> No
     os.close(writing)
     assert read_ds_config(f"/dev/fd/{reading}") == {"train_batch_size": 1}
     os.close(reading)
+
+
+SECRETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"api_key": "abc"}, {"api_key": MASK}),
+    ({"comet": {"enabled": True, "apiKey": "abc"}}, {"comet": {"enabled": True, "apiKey": MASK}}),
+    ({"HF_TOKEN": "abc", "PASSWORD": 1234}, {"HF_TOKEN": MASK, "PASSWORD": MASK}),
+    ({"aws-secret-access-key": "abc"}, {"aws-secret-access-key": MASK}),
+    ({"credentials": {"user": "me", "parts": ["a", "b"]}}, {"credentials": {"user": MASK, "parts": [MASK, MASK]}}),
+    ({"loggers": [{"token": "abc"}]}, {"loggers": [{"token": MASK}]}),
+    ({"host": "https://me:abc@example.org/x"}, {"host": f"https://{MASK}@example.org/x"}),
+    ({"host": "https://example.org/x?api_key=abc&n=1"}, {"host": f"https://example.org/x?api_key={MASK}&n=1"}),
+    ({"env": ["WANDB_API_KEY=abc", "A=1"]}, {"env": [f"WANDB_API_KEY={MASK}", "A=1"]}),
+    ({"headers": {"Authorization": "Bearer abc"}}, {"headers": {"Authorization": MASK}}),
+]
+
+
+@pytest.mark.parametrize(("config", "shown"), SECRETS)
+def test_secrets_are_masked_at_any_depth(config: dict[str, Any], shown: dict[str, Any]) -> None:
+    assert masked(config) == shown
+    assert "abc" not in json.dumps(masked({"monitor": [config]}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "wandb": {"enabled": True, "project": "keyboard"}},
+        {"max_tokens": 512, "keys": 4, "api_key": None, "token": "", "use_token": True},
+        {"host": "https://example.org/monkeys", "path": "a@b", "tokenizer": "gpt2", "monkey": "x"},
+    ],
+)
+def test_everything_else_stays(config: dict[str, Any]) -> None:
+    assert masked(config) == config
+
+
+def test_the_original_is_not_changed() -> None:
+    config = {"comet": {"api_key": "abc"}}
+    masked(config)
+    assert config == {"comet": {"api_key": "abc"}}

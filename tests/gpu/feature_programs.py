@@ -77,7 +77,7 @@ def _step_with(engine: Any, batch: tuple[Tensor, Tensor], factor: float) -> None
 
 def residuals(engine: Any) -> dict[str, list[bytes]]:
     """Return the bytes of all residuals, without updates that a skipped step discards."""
-    stores = engine.compression.stores.items()
+    stores = engine.compression.residuals.by_name.items()
     return {
         name: [payload.contiguous().view(torch.uint8).cpu().numpy().tobytes() for _, payload in store.payloads()]
         for name, store in stores

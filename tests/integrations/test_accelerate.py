@@ -54,7 +54,7 @@ def loop(rank: int, stage: int, section: dict[str, Any] | None, directory: str =
                 losses.append(float(loss.detach()))
         if directory and epoch == 0:
             accelerator.save_state(directory)
-            model.compression.reset()
+            model.compression.residuals.clear()
             accelerator.load_state(directory)
     uninstall()
     return losses, weights(model), "compression" in vars(model)

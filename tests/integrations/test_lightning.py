@@ -53,9 +53,7 @@ def train_one(job: Job) -> Outcome:
 def test_a_checkpoint_that_could_not_be_written_does_not_displace_an_older_one(
     tmp_path: Path, ranks: tuple[int, ...], removed: list[str]
 ) -> None:
-    session = SimpleNamespace(
-        saving=SimpleNamespace(wait=lambda: None), last_saved=write(save(tmp_path, 4), ranks).place
-    )
+    session = SimpleNamespace(saving=SimpleNamespace(wait=lambda: None), saved=[write(save(tmp_path, 4), ranks).place])
     found: list[str] = []
     strategy = SimpleNamespace(model=SimpleNamespace(compression=session))
     lightning._completing(lambda strategy, path: found.append(path), strategy, "older.ckpt")

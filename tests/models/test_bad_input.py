@@ -199,3 +199,21 @@ def test_a_config_that_cannot_be_parsed_is_refused(text: str, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"--model .*config\.json: not JSON: .* Write the config\.json"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", r"list \(allowed: an object\)"),
+    ],
+)
+def test_an_invalid_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(tmp_path / "model.json")
+
+
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model .*nowhere: No such file .*Write the config\.json of a model"):
+        read_model_config(tmp_path / "nowhere")

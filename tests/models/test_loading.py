@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_compress.models import Layout, build_model, build_parallel, read_model_config
 from deepspeed_compress.models.sources import build_skeleton, fill, open_source
-from tests.models.families import MODELS, save_model
+from tests.models.families import MODELS, save_model, write_config
 from tests.models.runs import SEED
 from tests.support.forks import run_forks
 
@@ -121,3 +121,29 @@ def check_tables(path: Path) -> None:
         for found, expected in zip(mine, theirs, strict=True):
             assert torch.equal(found, expected)
             assert found.dtype == expected.dtype
+
+
+def build(path: Path, seed: int) -> Any:
+    return build_model(path, read_model_config(path), seed)
+
+
+def test_the_seed_determines_new_weights(tmp_path: Path) -> None:
+    file = write_config(tmp_path, "gpt2")
+    weights = [build(file, seed).state_dict()["transformer.wpe.weight"] for seed in (1, 1, 2)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_weights_of_a_directory_are_loaded(tmp_path: Path) -> None:
+    model = build(write_config(tmp_path, "gpt2"), seed=5)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = build(tmp_path / "saved", seed=6)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("gpt_1m", 1_152_128), ("gpt_2m", 2_243_040), ("gpt_10m", 10_481_152)]
+)
+def test_the_example_models_have_their_documented_sizes(name: str, parameters: int) -> None:
+    file = Path(__file__).parents[2] / "configs" / "models" / f"{name}.json"
+    assert build(file, seed=0).num_parameters() == parameters

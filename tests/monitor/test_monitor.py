@@ -23,7 +23,6 @@ from deepspeed_compress.monitor import (
     Meter,
     StatisticsWriter,
     StepStatistics,
-    write_configuration,
 )
 from deepspeed_compress.monitor.meter import PHASES
 
@@ -224,7 +223,7 @@ def test_pipes_without_a_reader_do_not_block(tmp_path: Path) -> None:
     journal.adopt(None)
     with pytest.warns(CompressWarning, match="cannot be written") as caught:
         write_all(journal, 1, 2)
-    write_configuration(journal, {})
+    journal.write_configuration({})
     assert len(caught) == 1
 
 
@@ -237,7 +236,7 @@ def test_new_files_are_private_and_existing_ones_keep_their_mode(tmp_path: Path)
     for directory in (shared, tmp_path / "new" / "run"):
         journal = Journal(str(directory), "run")
         write_all(journal, 1)
-        write_configuration(journal, {})
+        journal.write_configuration({})
     modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
     assert modes == {
         "shared": 0o755,
@@ -301,7 +300,7 @@ def test_an_error_of_a_monitoring_service_does_not_stop_training(tmp_path: Path)
 
 
 def test_the_written_configuration_has_no_secrets(tmp_path: Path) -> None:
-    write_configuration(Journal(str(tmp_path)), {"comet": {"api_key": "abc"}, "train_batch_size": 4})
+    Journal(str(tmp_path)).write_configuration({"comet": {"api_key": "abc"}, "train_batch_size": 4})
     text = (tmp_path / "ds_config.json").read_text()
     assert json.loads(text) == {"comet": {"api_key": "***"}, "train_batch_size": 4}
 
@@ -333,7 +332,7 @@ def test_an_unwritable_file_leads_to_one_warning_and_no_error(tmp_path: Path) ->
     journal = Journal(str(tmp_path / "file" / "run"), "run")
     with pytest.warns(CompressWarning, match="monitor/path.*cannot be written") as caught:
         write_all(journal, 1, 2)
-    write_configuration(journal, {})
+    journal.write_configuration({})
     assert len(caught) == 1
 
 

@@ -16,10 +16,10 @@ from deepspeed_compress.config import SECTION, brief, parse_section
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy import AlphaBeta, CandidateSelector, Choice, Measurement, Observation, StepPlan
 from deepspeed_compress.policy.adaptation import Adaptation
-from deepspeed_compress.policy.penalty import CURVES, penalty
-from deepspeed_compress.policy.selector import allocations
+from deepspeed_compress.policy.decider import Observation, StepPlan
+from deepspeed_compress.policy.measurement import AlphaBeta, Choice, Measurement
+from deepspeed_compress.policy.selector import CURVES, CandidateSelector, allocations, penalty
 from deepspeed_compress.session.probing import Prober
 
 MB = 1e6
@@ -207,17 +207,20 @@ def adaptation_of(**settings: Any) -> tuple[Adaptation, list[Event]]:
 
 
 def take_step(adaptation: Adaptation, step: int, step_ms: float) -> None:
-    plan = StepPlan(section().gradients, section().weights)
-    adaptation.observe(Observation(step, step_ms=step_ms), plan, plan)
+    adaptation.observe(Observation(step, step_ms=step_ms))
+
+
+def measures(adaptation: Adaptation, step: int) -> bool:
+    return adaptation.plan(step, StepPlan(section().gradients, section().weights)).probe
 
 
 def test_the_first_measurement_is_repeated_soon_and_later_ones_periodically() -> None:
     adaptation, _ = adaptation_of(probe_every=50)
-    assert [adaptation.due(step) for step in range(3)] == [False, True, True]
+    assert [measures(adaptation, step) for step in range(3)] == [False, True, True]
     steps = [2]
     while steps[-1] < 160:
         adaptation.choose(steps[-1], measured(1e9))
-        steps.append(next(step for step in itertools.count(steps[-1]) if adaptation.due(step)))
+        steps.append(next(step for step in itertools.count(steps[-1]) if measures(adaptation, step)))
     assert steps == [2, 10, 60, 110, 160]
 
 
@@ -239,13 +242,13 @@ def test_slower_steps_trigger_a_measurement() -> None:
     adaptation.choose(100, measured(1e9))
     for step in range(103, 120):
         take_step(adaptation, step, 100.0)
-        assert not adaptation.due(step)
+        assert not measures(adaptation, step)
     for step in range(120, 123):
-        assert not adaptation.due(step)
+        assert not measures(adaptation, step)
         take_step(adaptation, step, 160.0)
-    assert adaptation.due(122)
+    assert measures(adaptation, 122)
     adaptation.choose(123, measured(1e9))
-    assert not adaptation.due(124)
+    assert not measures(adaptation, 124)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -256,7 +259,7 @@ def test_a_measurement_of_non_finite_gradients_changes_nothing_and_is_repeated_s
     adaptation.choose(2, unknown)
     assert state_of(adaptation) == {**before, "next": 10}
     assert not events
-    assert next(step for step in range(3, 60) if adaptation.due(step)) == 10
+    assert next(step for step in range(3, 60) if measures(adaptation, step)) == 10
 
 
 def test_a_codec_that_overflows_is_not_chosen() -> None:
@@ -321,7 +324,7 @@ def test_a_saved_setting_that_is_not_a_candidate_is_replaced(settings: dict[str,
         brief(found.selector.settings((found._choice.gradients[0],) * len(found._choice.gradients)))
         == "blockwise bits=8"
     )
-    assert found.due(48)
+    assert measures(found, 48)
 
 
 def test_an_empty_segment_has_no_sample() -> None:

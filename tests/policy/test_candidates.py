@@ -11,17 +11,11 @@ from deepspeed_compress.config import SECTION, brief, parse_section
 from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.policy import (
-    AlphaBeta,
-    CandidateSelector,
-    Choice,
-    Measurement,
-    Policy,
-    StepPlan,
-    WeightCosts,
-)
 from deepspeed_compress.policy.adaptation import Adaptation
-from deepspeed_compress.policy.penalty import penalty, weights_penalty
+from deepspeed_compress.policy.decider import StepPlan
+from deepspeed_compress.policy.measurement import AlphaBeta, Choice, Measurement, WeightCosts
+from deepspeed_compress.policy.policy import Policy
+from deepspeed_compress.policy.selector import CandidateSelector, penalty, weights_penalty
 
 SIGN = {"method": "sign"}
 THREE = {"method": "sign", "levels": 3}
@@ -241,7 +235,7 @@ def test_saved_weights_that_are_no_longer_a_candidate_are_replaced_by_the_config
     with pytest.warns(CompressWarning, match="among the candidates"):
         second.load({"adaptation": {**through_json(first.saved())["adaptation"], "next": 90, "last": 40}})
     assert text_of(second) == "sign, weights blockwise bits=4"
-    assert second.due(48)
+    assert second.plan(48, StepPlan(section().gradients, section().weights)).probe
 
 
 def test_plans_and_events_contain_gradients_and_weights() -> None:

@@ -10,8 +10,9 @@ import pytest
 from deepspeed_compress.config import SECTION, brief, parse_section, total_steps
 from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy import Observation, Policy, StepPlan
+from deepspeed_compress.policy.decider import Observation, StepPlan
 from deepspeed_compress.policy.guard import Guard, ladder
+from deepspeed_compress.policy.policy import Policy
 from deepspeed_compress.policy.schedule import SettingsSchedule, timeline
 
 TOPK = {"method": "topk", "density": 0.01}

@@ -180,7 +180,7 @@ def unconserved(rank: int, case: Case) -> list[str]:
 
 def held_by(run: Any) -> dict[Any, list[float]]:
     """Return the residuals of this rank, by store and range."""
-    stores = run.session.stores.items()
+    stores = run.session.residuals.by_name.items()
     return {(name, *place): values.tolist() for name, store in stores for place, values in store.items()}
 
 

@@ -70,6 +70,6 @@ def exploding(engine: Any, rank: int, step: int) -> float:
 def poison(engine: Any, rank: int, step: int, value: float = 1e8) -> float:
     """Damage the residuals of rank 1, so everything that it sends is wrong from now on."""
     if (rank, step) == (1, FAULT):
-        for _, payload in engine.compression.stores["gradients"].payloads():
+        for _, payload in engine.compression.residuals.by_name["gradients"].payloads():
             payload.view(torch.bfloat16)[:] = value
     return 1.0

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy import Observation, Policy
+from deepspeed_compress.policy.decider import Observation
+from deepspeed_compress.policy.policy import Policy
 
 Task = Callable[[torch.Generator], tuple[nn.Module, Callable[[nn.Module, int], Tensor]]]
 """Function of a random generator that returns a model, and a function of model and step that returns the loss."""

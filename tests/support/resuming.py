@@ -89,5 +89,5 @@ def resume_all(rank: int, all_jobs: Mapping[str, Job], directory: str) -> dict[s
 
 def residuals_of(engine: Any) -> dict[str, list[Any]]:
     """Return the residuals and momenta of a rank: by store, pairs of a range and its values."""
-    stores = engine.compression.stores if "compression" in vars(engine) else {}
+    stores = engine.compression.residuals.by_name if "compression" in vars(engine) else {}
     return {name: [(piece, values.tolist()) for piece, values in store.items()] for name, store in stores.items()}

@@ -103,7 +103,7 @@ def residual_sums(attached: Any, sizes: Mapping[str, int], stores: Sequence[str]
     `sizes` maps parameters to their sizes.
     """
     found = {name: torch.zeros(numel) for name, numel in sizes.items()}
-    for kind, store in attached.session.stores.items():
+    for kind, store in attached.session.residuals.by_name.items():
         for (name, begin, numel), values in store.items() if not stores or kind in stores else ():
             found[name][begin : begin + numel] += values
     return found
@@ -120,7 +120,7 @@ def bits_of(attached: Any) -> dict[str, list[int]]:
     """Return the bytes of all residual stores, without updates that a skipped step would discard."""
     return {
         f"{name}/{layout}": payload.tolist()
-        for name, store in attached.session.stores.items()
+        for name, store in attached.session.residuals.by_name.items()
         for layout, payload in store.payloads()
         if payload.any()
     }

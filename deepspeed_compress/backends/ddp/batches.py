@@ -146,7 +146,7 @@ class Unused:
         mean.copy_(gradient)
 
     def _remember(self, surplus: Tensor, segment: Segment) -> None:
-        store = self._session.stores.get("gradients")
+        store = self._session.residuals.by_name.get("gradients")
         if store is not None:
             # The mean is 1 / ranks times the sum, so the one owner must send all of it.
             kept = store.read([segment], surplus.device)

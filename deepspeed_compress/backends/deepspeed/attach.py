@@ -38,7 +38,6 @@ from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.local_sgd.deepspeed.divided import attach_islands
 from deepspeed_compress.local_sgd.deepspeed.elastic import attach_elastic
-from deepspeed_compress.monitor import write_configuration
 from deepspeed_compress.session.engine import EngineDescription
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import ExactWeights, Session
@@ -146,7 +145,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
     session.begin(engine.global_steps, loss_scale(engine))
     patches.replace(engine, "compression", session)
     if engine.global_rank == 0:
-        write_configuration(session.journal, engine.config)
+        session.journal.write_configuration(engine.config)
     measured = [] if config.activations is None else measure_activations(engine, config.activations, session)
     announce(engine, session, parameters, measured)
     # Last, because it is collective: an earlier failure may have occurred on one rank only.

@@ -124,7 +124,7 @@ class OptimizerStep:
             session.watch.stop()
         applied = engine.skipped_steps == skipped and loss_scale(engine) >= scale
         session.meter.count("bytes_weights", self.weight_bytes() if applied else 0)
-        if session.synchronises:
+        if session.plan.sync:
             session.renew_weights()
         norm = self.norms.newest if self.norms is not None else None
         done = FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine), norm)

@@ -101,7 +101,7 @@ class Gathers:
     @property
     def rounds(self) -> bool:
         """Return True if a gather that begins now is rounded."""
-        return self._reducer is not None and self._model.training and not self.session.dense
+        return self._reducer is not None and self._model.training and not self.session.plan.dense
 
     def before_forward(self) -> None:
         """Drop rounded weights that are left from a training forward if exact ones are needed now.
@@ -115,7 +115,7 @@ class Gathers:
 
     def _note_backward(self, unit: Unit) -> None:
         """Warn, once per model, if gradients are reduced in evaluation mode, in which all gathers are exact."""
-        exact = not (self._model.training or self.session.dense)
+        exact = not (self._model.training or self.session.plan.dense)
         if exact and not self._warned and unit.theirs.reduce_grads and unit.with_gradients():
             self._warned = True
             warn_of_evaluation()

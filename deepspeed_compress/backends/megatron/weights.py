@@ -109,7 +109,7 @@ class Weights:
             session.patches.wrap(source, "start_param_sync", partial(self._start, source))
 
     def before_step(self) -> None:
-        self._exact = self._session.dense
+        self._exact = self._session.plan.dense
         if self._exact:
             # Megatron will round the shares, so there is nothing to take differences to.
             self._due.clear()

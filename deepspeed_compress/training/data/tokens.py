@@ -36,7 +36,10 @@ def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> 
 
     A small corpus may give fewer than `vocab_size` tokens. tokenizer.json is written last.
     """
-    tokenizer = _untrained()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -69,14 +72,6 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
             "tokenizer_config.json"
         )
     return loaded
-
-
-def _untrained() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def _sample(files: Iterable[Path], limit: int) -> Iterator[str]:
@@ -181,18 +176,15 @@ def eval_starts(windows: Windows, batches: int, batch_size: int) -> NDArray[np.i
     Raises:
         DataError: if the held-out text has fewer than `batch_size` windows.
     """
-    starts = np.fromiter(_disjoint(windows), dtype=np.int64)
+    starts = np.concatenate(
+        [np.arange(start, end - windows.length + 1, windows.length) for start, end in windows.segments]
+    )
     batches = min(batches, starts.size // batch_size)
     if batches == 0:
         hint = "write a larger --held-out or a smaller --seq-len, or pass more text"
         raise DataError(f"--data: the held-out text has {starts.size} windows, but a batch needs {batch_size}; {hint}")
     chosen = np.linspace(0, starts.size - 1, batches * batch_size).round().astype(np.int64)
     return starts[chosen].reshape(batches, batch_size)
-
-
-def _disjoint(windows: Windows) -> Iterator[int]:
-    for start, end in windows.segments:
-        yield from range(start, end - windows.length + 1, windows.length)
 
 
 def _windows(cache: TokenCache, segments: list[Segment], length: int, name: str) -> Windows:

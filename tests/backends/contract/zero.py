@@ -59,7 +59,7 @@ class ZeroRun(Run):
     def load(self, directory: str, kept: None, residuals: bool) -> None:
         self._engine.load_checkpoint(directory)
         if not residuals:
-            self.session.reset()
+            self.session.residuals.clear()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def remembered(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int]]:
     assert isinstance(engine.optimizer, BF16_Optimizer)
     run(engine, data(rank, job))
     ends: dict[str, int] = {}
-    for store in engine.compression.stores.values():
+    for store in engine.compression.residuals.by_name.values():
         for (name, begin, numel), _ in store.items():
             ends[name] = max(ends.get(name, 0), begin + numel)
     return ends, {name: parameter.numel() for name, parameter in engine.module.named_parameters()}

@@ -155,7 +155,7 @@ def synchronise(rank: int, job: Job) -> tuple[list[float], list[str], dict[str, 
     engine, norms = start(job), []
     for batch in data(rank, job):
         run(engine, [batch])
-        stores = engine.compression.stores
+        stores = engine.compression.residuals.by_name
         norms.append(sum(float(norm) for name in ("gradients", "means") for norm in stores[name].square_norms()))
     return norms, [event.kind for event in engine.compression.events], weights(engine)
 

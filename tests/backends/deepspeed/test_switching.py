@@ -16,7 +16,7 @@ from deepspeed_compress.collectives.reduction import Groups, ReductionContext, R
 from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.config import CompressConfig, brief, parse_section
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.policy import WeightCosts
+from deepspeed_compress.policy.measurement import WeightCosts
 from deepspeed_compress.session.residual_state import ResidualState
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights

@@ -45,7 +45,7 @@ def measure_activations(engine: Any, activations: Activations, session: Session)
     measured = measure_kinds(activations, _groups(engine, activations), dtype, torch.device(engine.device))
     for one in measured:
         if not one.pays:
-            session.record(one.event(engine.global_steps))
+            session.log.record(one.event(engine.global_steps))
     return measured
 
 

@@ -338,7 +338,7 @@ class EarlyReductions:
             else:
                 pending.finish(torch.zeros(sum(segment.numel for segment in pending.own)))
         step.sent.clear()
-        self._session.gradients.forget_step()
+        self._session.residuals.rollback()
 
     def _sorted(self, step: _Step) -> BucketOrder:
         """Return the buckets of the plan in the order in which they became complete on rank 0. Collective.

@@ -123,7 +123,7 @@ class _Buckets:
         """Discard the buckets of a failed backward pass. Collective."""
         if self.later is not None:
             discard([pending for _, pending in self.later.taken()], self._optimizer.dp_process_group)
-            self._session.gradients.forget_step()
+            self._session.residuals.rollback()
 
     def _keep(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor` from being reused while the reduction stream reads it.

@@ -108,7 +108,7 @@ class _Buckets:
         """Discard the buckets of a failed backward pass. Collective."""
         deferred, self._deferred = self._deferred, []
         discard([reduction.pending for reduction in deferred], self._group)
-        self._session.gradients.forget_step()
+        self._session.residuals.rollback()
 
     def reduce(self, contiguous: bool, original: Any, bucket: Any, dtype: torch.dtype) -> list[Tensor]:
         """Reduce a bucket in place of DeepSpeed's `__avg_scatter_grads`, and return this rank's shares.

@@ -113,7 +113,7 @@ class _Gathers:
 
     def fetch(self, original: Any, current_submodule: Any, forward: bool) -> None:
         """Run DeepSpeed's `fetch_sub_module` with compressed gathers, in training and unless the step is dense."""
-        self._compressing = self._module.training and not self._session.dense
+        self._compressing = self._module.training and not self._session.plan.dense
         try:
             original(current_submodule, forward=forward)
         finally:
@@ -121,7 +121,7 @@ class _Gathers:
 
     def note_reduction(self) -> None:
         """Warn, once per engine, if gradients are reduced in evaluation mode, in which all gathers are exact."""
-        if self._rounded and not (self._warned or self._module.training or self._session.dense):
+        if self._rounded and not (self._warned or self._module.training or self._session.plan.dense):
             self._warned = True
             warn_of_evaluation()
 

@@ -54,7 +54,7 @@ def measure_activations(chunks: Sequence[Any], activations: Activations, session
     measured = measure_kinds(activations, groups, parameter.dtype, parameter.device)
     for one in measured:
         if not one.pays:
-            session.record(one.event(0))
+            session.log.record(one.event(0))
     if dist.get_rank() == 0 and session.config.monitor.announce:
         tell(partial("; ".join, [str(one) for one in measured]))
 
