@@ -149,11 +149,8 @@ TABLE = {
     ),
     "agents": allow("errors", "torch"),
     "agents.checkpoints": allow("collectives.objects errors"),
-    "agents.generation": allow("session.patches", "torch", lazily="transformers"),
-    "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
     "agents.serving": allow("", "starlette uvicorn"),
-    "agents.vllm_endpoint": allow("agents errors rollout", "fastapi httpx starlette"),
-    "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
+    "agents.vllm_endpoint": allow("agents config.problems errors rollout", "fastapi httpx starlette"),
     "rollout": allow(
         "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "
         "model_families safe_files",

@@ -31,7 +31,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Endpoint:
-    """OpenAI-compatible endpoint whose weights are the ones that training publishes; see `agents.endpoint`.
+    """OpenAI-compatible endpoint whose weights are the ones that training publishes; see `agents.vllm_endpoint`.
 
     Attributes:
         url: address, for example "http://10.0.0.7:8000".

@@ -1,9 +1,12 @@
 """Reception of published weights by a module that generates with them."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +19,13 @@ from deepspeed_compress.rollout.request_lock import RequestLock
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest
 
+_LOG = logging.getLogger(__name__)
 _IN_MEMORY = 1 << 30
 """Bytes of changes that are fetched before requests are paused. More than that is fetched and applied part by part."""
+_PAUSE = 10.0
+"""Pause after a failed update, in multiples of its time: requests that wait for updates lose a tenth of their time."""
+_LONGEST_PAUSE = 60.0
+"""Longest such pause in seconds, after which new weights would be late when the store is back."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +174,52 @@ class Receiver:
                 held[one.slice.name, one.slice.start] = one.slice
             weights.verify(list(held.values()))
             self.version, self.digest = newest.version, newest.digest
+
+
+class Updatable(Protocol):
+    """Weights that follow a store: those of a `Receiver`, or of a server.
+
+    Attributes:
+        version: the held version; None if no complete one is held.
+    """
+
+    version: int | None
+
+    def update(self) -> object:
+        """Take the newest version. Raises RolloutError or OSError if it cannot be reached."""
+
+
+class Updates:
+    """Updates that survive an outage: while the store cannot be read, the held version stays in use.
+
+    Answers name this version, so the learner decides how far behind is too far. An outage is logged when it begins.
+
+    Examples:
+        >>> update = Updates(Receiver(model, store))
+        >>> version = update()  # between two requests
+    """
+
+    def __init__(self, weights: Updatable) -> None:
+        self._weights, self._is_away, self._next = weights, False, 0.0
+
+    def __call__(self) -> int:
+        """Take the newest version if the store can be read. Return the held one, 0 before the first.
+
+        Raises:
+            RolloutError: the update failed, and no complete version is held.
+            OSError: the same, because of the store.
+        """
+        version, begin = self._weights.version, time.monotonic()
+        if version is not None and begin < self._next:
+            return version
+        try:
+            self._weights.update()
+            self._is_away = False
+        except (RolloutError, OSError) as error:
+            version, end = self._weights.version, time.monotonic()
+            if version is None:
+                raise
+            if not self._is_away:
+                _LOG.warning("The weights cannot be updated, so version %d goes on answering: %s", version, error)
+            self._is_away, self._next = True, end + min(_PAUSE * (end - begin), _LONGEST_PAUSE)
+        return self._weights.version or 0
