@@ -147,8 +147,7 @@ TABLE = {
         "collectives compression config errors model_families monitor session",
         "torch megatron packaging",
     ),
-    "agents": allow("errors", "torch"),
-    "agents.checkpoints": allow("collectives.objects errors"),
+    "agents": allow("collectives.objects errors", "torch"),
     "agents.serving": allow("", "starlette uvicorn"),
     "agents.vllm_endpoint": allow("agents config.problems errors rollout", "fastapi httpx starlette"),
     "rollout": allow(
