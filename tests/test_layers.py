@@ -166,8 +166,9 @@ TABLE = {
     "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),
     "rollout.vllm_worker": allow("errors rollout", "numpy torch vllm"),
     "rollout.served_store": allow("rollout.store errors transport"),
-    "rollout.lossy": allow("compression.compressors.quantizers", "torch"),
-    "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
+    "rollout.changes": allow(
+        "compression.compressors.quantizers compression.kernels.reference_bits errors", "numpy torch zstandard"
+    ),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
         "config backends.deepspeed.units errors models "

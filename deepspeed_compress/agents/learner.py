@@ -85,9 +85,8 @@ class Learner:
         if engine.pipeline_parallelism or engine.sequence_parallel_size > 1:
             division = "is a pipeline" if engine.pipeline_parallelism else "divides sequences among ranks"
             raise UnsupportedError(
-                f"the engine {division}, but a policy needs the logits of whole completions on each rank (allowed: "
-                'data parallelism, ZeRO 0 to 3, AutoTP); write "tensor_parallel": {"autotp_size": 2} into '
-                "ds_config.json in place of that, or use ZeRO 3"
+                f"the engine {division}, but a policy needs the logits of whole completions on each rank; use ZeRO 3, "
+                'or write "tensor_parallel": {"autotp_size": 2} into ds_config.json in place of that'
             )
         self._engine, self._pad, self._settings, self._reference = engine, pad, settings, reference
         self._rank, self._ranks = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
@@ -136,20 +135,16 @@ class Learner:
         batch = collate([one for one, _ in part], [score for _, score in part], self._pad, engine.device)
         # DeepSpeed averages over ranks and micro-steps, but the loss is a mean over tokens.
         scale = self._ranks * engine.gradient_accumulation_steps() / (tokens or 1.0)
-        loss = (self._token_losses(batch) * batch.weights).sum() * scale
+        settings, logprobs = self._settings, self._logprobs(engine, batch)
+        losses = token_losses(logprobs, batch, settings.clip, settings.corrected)
+        if settings.divergence:
+            with torch.no_grad():
+                reference = self._logprobs(self._reference, batch)
+            losses = losses + settings.divergence * divergence(logprobs, reference)
+        loss = (losses * batch.weights).sum() * scale
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
-
-    def _token_losses(self, batch: Batch) -> torch.Tensor:
-        settings = self._settings
-        logprobs = self._logprobs(self._engine, batch)
-        losses = token_losses(logprobs, batch, settings.clip, settings.corrected)
-        if not settings.divergence:
-            return losses
-        with torch.no_grad():
-            reference = self._logprobs(self._reference, batch)
-        return losses + settings.divergence * divergence(logprobs, reference)
 
     def _logprobs(self, model: Any, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each token of a completion, and 0 elsewhere.
@@ -186,10 +181,8 @@ class Checkpoints:
         # A shared directory may show new files to other hosts later.
         exists = of_first((self._directory / "latest").exists())
         if exists and not resume:
-            raise StateError(
-                f"{self._directory} has checkpoints of an earlier run: write resume=True to continue it, or name "
-                "another directory"
-            )
+            earlier = f"{self._directory} has checkpoints of an earlier run"
+            raise StateError(f"{earlier}: write resume=True to continue it, or name another directory")
         path, state = engine.load_checkpoint(str(self._directory)) if exists else ("", {"batches": 0})
         if path is None or "batches" not in state:
             raise StateError(f"the newest checkpoint in {self._directory} does not tell its number of batches")

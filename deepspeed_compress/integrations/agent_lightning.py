@@ -216,10 +216,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
                 # A proxy may answer while the endpoint starts again.
                 last = f"{type(error).__name__}: {error}"
             await asyncio.sleep(POLL_S)
-        raise RolloutError(
-            f"the endpoint {self._endpoint.url} has not received version {version} in {self._plan.timeout_s:g} "
-            f"seconds; its last answer: {last}"
-        )
+        late = f"has not received version {version} in {self._plan.timeout_s:g} seconds"
+        raise RolloutError(f"the endpoint {self._endpoint.url} {late}; its last answer: {last}")
 
     async def _queue(self, tasks: Iterator[Any], name: str) -> dict[str, str]:
         """Queue the rollouts of a batch. Return the group of each one, by its id."""

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
@@ -28,21 +27,9 @@ _LONGEST_PAUSE = 60.0
 """Longest such pause in seconds, after which new weights would be late when the store is back."""
 
 
-@dataclass(frozen=True)
-class _Path:
-    """Parts that lead to the newest version.
-
-    Attributes:
-        full: parts of a full copy, with which the path begins; empty if it begins with the held version.
-        changes: parts with the changes of the versions after that, in order.
-    """
-
-    full: Sequence[PartEntry]
-    changes: Sequence[PartEntry]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in (*self.full, *self.changes))
+_Path = tuple[Sequence[PartEntry], Sequence[PartEntry]]
+"""Parts that lead to the newest version: those of a full copy with which the path begins (none if it begins with the
+held version), and those with the changes of the versions after that, in order."""
 
 
 class Receiver:
@@ -117,9 +104,9 @@ class Receiver:
         if (self.version, self.digest) == (target, manifest.digest):
             return False
         problems = []
-        for path in sorted(self._find_paths(manifest), key=lambda one: one.size):
+        for path in sorted(self._find_paths(manifest), key=lambda path: _size(*path)):
             try:
-                self._follow(path, manifest)
+                self._follow(*path, manifest)
                 return True
             except RolloutError as error:
                 problems.append(str(error))
@@ -133,11 +120,11 @@ class Receiver:
         for manifest in self._walk_back(newest):
             if needs_full and manifest.full is not None:
                 needs_full = False
-                yield _Path(manifest.full, tuple(changes))
+                yield manifest.full, tuple(changes)
             if manifest.changes is not None:
                 changes = [*manifest.changes.parts, *changes]
                 if (manifest.changes.base, manifest.changes.base_digest) == (self.version, self.digest):
-                    yield _Path((), tuple(changes))
+                    yield (), tuple(changes)
             passed = self.version is None or manifest.version <= self.version + 1
             if passed and not needs_full:
                 return
@@ -155,7 +142,7 @@ class Receiver:
                 return
             yield manifest
 
-    def _follow(self, path: _Path, newest: Manifest) -> None:
+    def _follow(self, full: Sequence[PartEntry], changes: Sequence[PartEntry], newest: Manifest) -> None:
         """Bring the module to `newest`.
 
         Raises:
@@ -163,17 +150,21 @@ class Receiver:
         """
         weights = ModuleWeights(self._module, newest)
         # Changes are mostly small. Of a full copy, or of many changes, one part is in memory at a time.
-        lazy = (read_part(self._store, part) for part in path.changes)
-        changes = lazy if sum(part.size for part in path.changes) > _IN_MEMORY else list(lazy)
+        lazy = (read_part(self._store, part) for part in changes)
+        changed = lazy if _size(changes) > _IN_MEMORY else list(lazy)
         with self._lock.pause():
             held: dict[tuple[str, int], SliceDigest] = {}
-            full = (read_part(self._store, part) for part in path.full)
-            for one in chain.from_iterable(chain(full, changes)):
+            whole = (read_part(self._store, part) for part in full)
+            for one in chain.from_iterable(chain(whole, changed)):
                 self.version = None
                 self._listener(one.slice.name, weights.apply(one))
                 held[one.slice.name, one.slice.start] = one.slice
             weights.verify(list(held.values()))
             self.version, self.digest = newest.version, newest.digest
+
+
+def _size(*parts: Sequence[PartEntry]) -> int:
+    return sum(part.size for part in chain(*parts))
 
 
 class Updatable(Protocol):

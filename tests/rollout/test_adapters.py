@@ -222,7 +222,7 @@ def test_a_quantized_base_may_have_an_adapter_alone(tmp_path: Path) -> None:
 
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     store, other = DirectoryStore(tmp_path), "apart"
-    with pytest.raises(ConfigError, match=r"adapters 'apart' is not known \(allowed: alone, merged, or None\)"):
+    with pytest.raises(ConfigError, match=r"adapters 'apart' is not known \(allowed: alone, merged, None\)"):
         Publisher(adapt(make_base()), store, adapters=other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="names has no effect with adapters"):
         Publisher(adapt(make_base()), store, names={"a": "b"}, adapters="alone")
