@@ -95,7 +95,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--uncorrected", action="store_true", help="do not weight samples by their ratio to the present policy")
     add("--ranks", type=int, default=2, metavar="N", help="training ranks; default: 2")
     add("--runners", type=int, default=2, metavar="N", help="processes that run the agent; default: 2")
-    add("--server", choices=SERVERS, default="example", help="what samples; default: example, on the CPU")
+    add("--server", choices=SERVERS, default="example", help="what samples: a small example, or vLLM; default: example")
     add(
         "--vllm-python",
         default=sys.executable,

@@ -97,10 +97,12 @@ def find_adapter(module: nn.Module, form: AdapterForm) -> Adapter:
     if form == "merged":
         weights = {_base_name(f"{one}.base_layer.weight", name, prefix): layer for one, layer in layers.items()}
         _check_mergeable(module, layers, name)
-        return Adapter(name, _merged_names(module, name, prefix), None, weights)
-    config, names = _read_config(module, name), _own_names(module, name, prefix)
-    _check_alone(module, layers, name, names, config)
-    return Adapter(name, names, config, {})
+        names = {one: _base_name(one, name, prefix) for one, _ in module.named_parameters()}
+        kept = {one: base for one, base in names.items() if not _REPLACED.search(base)}
+        return Adapter(name, kept, None, weights)
+    config, own = _read_config(module, name), _own_names(module, name, prefix)
+    _check_alone(module, layers, name, own, config)
+    return Adapter(name, own, config, {})
 
 
 def _find_layers(module: nn.Module) -> Mapping[str, Any]:
@@ -213,13 +215,8 @@ def _own_names(module: nn.Module, adapter: str, prefix: str) -> Mapping[str, str
     return {name: _PREFIX + ending.sub(r".\1\2", name.removeprefix(prefix)) for name in names}
 
 
-def _merged_names(module: nn.Module, adapter: str, prefix: str) -> Mapping[str, str]:
-    """Return the parameters of a model without its adapters, with their names in the base."""
-    found = {name: _base_name(name, adapter, prefix) for name, _ in module.named_parameters()}
-    return {name: plain for name, plain in found.items() if not _REPLACED.search(plain)}
-
-
 def _base_name(name: str, adapter: str, prefix: str) -> str:
+    """Return the name in the base of a parameter of the adapted model."""
     name = name.removeprefix(prefix).replace(".base_layer.", ".")
     return name.replace(f".modules_to_save.{adapter}.", ".")
 
