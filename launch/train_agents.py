@@ -35,6 +35,8 @@ QUIET = {"AGENTOPS_LOG_LEVEL": "ERROR", "AGENTOPS_LOGGING_TO_FILE": "False", "LI
 """Variables with which Agent-Lightning's packages write no files, and ask no server for prices."""
 END_S = 20.0
 """Seconds that a process gets to end."""
+SERVERS = {"example": "launch.agents.sampler", "vllm": "launch.agents.serve_vllm"}
+"""Programs of an endpoint."""
 SYNC_EVERY = 5
 """Batches after which an agent pushes its change of the shared trunk."""
 _ERROR = re.compile(r"(\[\w+\]:\s*)?[\w.]*(Error|Exception|Exit|Interrupt)\b: .+")
@@ -93,7 +95,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--uncorrected", action="store_true", help="do not weight samples by their ratio to the present policy")
     add("--ranks", type=int, default=2, metavar="N", help="training ranks; default: 2")
     add("--runners", type=int, default=2, metavar="N", help="processes that run the agent; default: 2")
-    add("--server", choices=("own", "vllm"), default="own", help="what samples: this package, or vLLM; default: own")
+    add("--server", choices=SERVERS, default="example", help="what samples: a small example, or vLLM; default: example")
     add(
         "--vllm-python",
         default=sys.executable,
@@ -196,9 +198,8 @@ def _start(options: argparse.Namespace, config: Path, model: Path, agent: Agent,
 
 def _server(options: argparse.Namespace) -> list[str]:
     """Return the program of an endpoint, with the options that only it has."""
-    if options.server == "own":
-        return ["-m", "launch.agents.serve"]
-    return ["-m", "launch.agents.serve_vllm", "--python", options.vllm_python, "--vllm-port", str(_free_port())]
+    vllm = ["--python", options.vllm_python, "--vllm-port", str(_free_port())]
+    return ["-m", SERVERS[options.server], *(vllm if options.server == "vllm" else ())]
 
 
 def _free_port() -> int:

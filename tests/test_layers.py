@@ -144,13 +144,9 @@ TABLE = {
         "collectives compression config errors model_families monitor session",
         "torch megatron packaging",
     ),
-    "agents": allow("errors", "torch"),
-    "agents.checkpoints": allow("collectives.objects errors"),
-    "agents.generation": allow("session.patches", "torch", lazily="transformers"),
-    "agents.endpoint": allow("agents config.problems errors", "fastapi starlette"),
+    "agents": allow("collectives.objects errors", "torch"),
     "agents.serving": allow("", "starlette uvicorn"),
-    "agents.vllm_endpoint": allow("agents errors rollout", "fastapi httpx starlette"),
-    "agents.requests": allow("agents config.problems", "fastapi jinja2 pydantic"),
+    "agents.vllm_endpoint": allow("agents config.problems errors rollout", "fastapi httpx starlette"),
     "rollout": allow(
         "collectives.buckets collectives.objects collectives.parameters compression.compressors.base errors "
         "model_families safe_files",
@@ -167,8 +163,9 @@ TABLE = {
     "rollout.vllm_trainer": allow("errors rollout", "torch vllm"),
     "rollout.vllm_worker": allow("errors rollout", "numpy torch vllm"),
     "rollout.served_store": allow("rollout.store errors transport"),
-    "rollout.lossy": allow("compression.compressors.quantizers", "torch"),
-    "rollout.changes": allow("compression.kernels.reference_bits errors rollout.lossy", "numpy torch zstandard"),
+    "rollout.changes": allow(
+        "compression.compressors.quantizers compression.kernels.reference_bits errors", "numpy torch zstandard"
+    ),
     "models": allow("errors model_families", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
         "config backends.deepspeed.units errors models "

@@ -1,1 +1,1 @@
-"""Training of a language model as an agent's policy: sampling, an endpoint with versions, and GRPO on an engine."""
+"""Training of a language model as an agent's policy: an endpoint with versions, and GRPO on an engine."""

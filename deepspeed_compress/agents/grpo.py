@@ -45,10 +45,8 @@ class Sample:
         if not self.prompt or not self.completion:
             raise ValueError("a sample needs at least one token in its prompt and in its completion")
         if len(self.logprobs) != len(self.completion):
-            raise ValueError(
-                f"a completion of {len(self.completion)} tokens has {len(self.logprobs)} log-probabilities: "
-                "ask the endpoint for logprobs"
-            )
+            counts = f"{len(self.completion)} tokens and {len(self.logprobs)} log-probabilities"
+            raise ValueError(f"a completion has {counts}: ask the endpoint for logprobs")
         if not all(map(math.isfinite, (self.reward, *self.logprobs))):
             raise ValueError(f"the reward {self.reward} or a log-probability of a sample is not finite")
 

@@ -1,8 +1,10 @@
-"""A policy that learns from samples on a DeepSpeed engine, on all of its ranks."""
+"""A policy that learns from samples on a DeepSpeed engine, on all of its ranks, and its checkpoints."""
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from deepspeed_compress.agents.grpo import (
     next_token_logprobs,
     token_losses,
 )
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.collectives.objects import of_first
+from deepspeed_compress.errors import StateError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,12 @@ class Learner:
     def __init__(self, engine: Any, pad: int | None, settings: LearnerSettings, reference: Any = None) -> None:
         if settings.divergence and reference is None:
             raise ValueError(f"divergence is {settings.divergence}, so a reference model is needed")
-        _check_whole_completions(engine)
+        if engine.pipeline_parallelism or engine.sequence_parallel_size > 1:
+            division = "is a pipeline" if engine.pipeline_parallelism else "divides sequences among ranks"
+            raise UnsupportedError(
+                f"the engine {division}, but a policy needs the logits of whole completions on each rank; use ZeRO 3, "
+                'or write "tensor_parallel": {"autotp_size": 2} into ds_config.json in place of that'
+            )
         self._engine, self._pad, self._settings, self._reference = engine, pad, settings, reference
         self._rank, self._ranks = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
 
@@ -127,20 +135,16 @@ class Learner:
         batch = collate([one for one, _ in part], [score for _, score in part], self._pad, engine.device)
         # DeepSpeed averages over ranks and micro-steps, but the loss is a mean over tokens.
         scale = self._ranks * engine.gradient_accumulation_steps() / (tokens or 1.0)
-        loss = (self._token_losses(batch) * batch.weights).sum() * scale
+        settings, logprobs = self._settings, self._logprobs(engine, batch)
+        losses = token_losses(logprobs, batch, settings.clip, settings.corrected)
+        if settings.divergence:
+            with torch.no_grad():
+                reference = self._logprobs(self._reference, batch)
+            losses = losses + settings.divergence * divergence(logprobs, reference)
+        loss = (losses * batch.weights).sum() * scale
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
-
-    def _token_losses(self, batch: Batch) -> torch.Tensor:
-        settings = self._settings
-        logprobs = self._logprobs(self._engine, batch)
-        losses = token_losses(logprobs, batch, settings.clip, settings.corrected)
-        if not settings.divergence:
-            return losses
-        with torch.no_grad():
-            reference = self._logprobs(self._reference, batch)
-        return losses + settings.divergence * divergence(logprobs, reference)
 
     def _logprobs(self, model: Any, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each token of a completion, and 0 elsewhere.
@@ -152,16 +156,39 @@ class Learner:
         return found.masked_fill(batch.weights == 0, 0.0)
 
 
-def _check_whole_completions(engine: Any) -> None:
-    """Check that each rank computes the log-probabilities of whole completions.
+class Checkpoints:
+    """Saves the engine of a policy after some batches of rollouts, and loads it at the start of a resumed run.
+
+    Make it before the weights are published for the first time. All ranks make it, and call its methods.
+
+    Args:
+        engine: the DeepSpeed engine of the policy.
+        directory: directory for the checkpoints, which all ranks share.
+        every: number of batches from one checkpoint to the next.
+        resume: True to continue from the newest checkpoint, or to start if there is none.
+
+    Attributes:
+        batches: number of batches that the engine had learned from when its checkpoint was saved; 0 for a new run.
 
     Raises:
-        UnsupportedError: it does not.
+        StateError: the directory has checkpoints but `resume` is False, or the newest one is not of such a run.
     """
-    if engine.pipeline_parallelism or engine.sequence_parallel_size > 1:
-        division = "is a pipeline" if engine.pipeline_parallelism else "divides sequences among ranks"
-        raise UnsupportedError(
-            f"the engine {division}, but a policy needs the logits of whole completions on each rank (allowed: data "
-            'parallelism, ZeRO 0 to 3, AutoTP); write "tensor_parallel": {"autotp_size": 2} into ds_config.json in '
-            "place of that, or use ZeRO 3"
-        )
+
+    def __init__(self, engine: Any, directory: str | os.PathLike[str], every: int = 10, resume: bool = False) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every} (allowed: 1 or more)")
+        self._engine, self._directory, self._every = engine, Path(directory), every
+        # A shared directory may show new files to other hosts later.
+        exists = of_first((self._directory / "latest").exists())
+        if exists and not resume:
+            earlier = f"{self._directory} has checkpoints of an earlier run"
+            raise StateError(f"{earlier}: write resume=True to continue it, or name another directory")
+        path, state = engine.load_checkpoint(str(self._directory)) if exists else ("", {"batches": 0})
+        if path is None or "batches" not in state:
+            raise StateError(f"the newest checkpoint in {self._directory} does not tell its number of batches")
+        self.batches = int(state["batches"])
+
+    def save_if_due(self, batches: int, last: bool) -> None:
+        """Save after batch number `batches`, if it is a multiple of `every` or the last one. Collective."""
+        if last or batches % self._every == 0:
+            self._engine.save_checkpoint(str(self._directory), tag=f"batch{batches}", client_state={"batches": batches})

@@ -1,9 +1,11 @@
 """Endpoint in front of a vLLM server, which follows published weights and answers agents.
 
 vLLM's answers name no version, and its weights may change between two tokens. The endpoint passes requests on, changes
-the weights only while none runs, and labels each answer with the version that has sampled it, as `endpoint` does.
+the weights only while none runs, and labels each answer with the version that has sampled it: the model's name in a
+response is "policy@12". It also asks for token ids, which tracers of agent frameworks record.
 """
 
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,18 +13,23 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteError
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from deepspeed_compress.agents.endpoint import make_app, unknown_model
-from deepspeed_compress.agents.policy import Updates
+from deepspeed_compress.agents.serving import Guard, error_response
+from deepspeed_compress.config.problems import show
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import open_store
+from deepspeed_compress.rollout.receiver import Updates
 from deepspeed_compress.rollout.request_lock import RequestLock
 from deepspeed_compress.rollout.versions import find_versions
 from deepspeed_compress.rollout.vllm import WeightControl, follow_weights, load_version
 
 _IDLE_S = 0.05
 """Seconds between two looks for a new version."""
+_JSON = {"Content-Type": "application/json"}
 
 
 class ServerWeights:
@@ -84,6 +91,19 @@ class ServerWeights:
             updates()
 
 
+async def _refused(_: Request, error: StarletteError) -> JSONResponse:
+    return error_response(error.status_code, str(error.detail), error.headers)
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    return error_response(500, f"{type(error).__name__}: {error}")
+
+
+async def _malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+    problems = (f"/{'/'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+    return error_response(400, "; ".join(problems))
+
+
 class _Service:
     """Handlers of the endpoint."""
 
@@ -100,13 +120,15 @@ class _Service:
 
     async def chat(self, request: dict[str, Any]) -> JSONResponse:
         if request.get("model") not in (None, self._name):
-            return unknown_model(request["model"], self._name)
+            message = f"/model: {show(request['model'])} does not exist (allowed: {show(self._name)})"
+            return error_response(404, message, code="model_not_found")
         if request.get("stream"):
             raise HTTPException(400, "/stream: true is not possible (allowed: false)")
-        body = request | {"model": self._name, "return_token_ids": True}
+        # Unlike httpx's own encoder, this one has a form for NaN and for half of a surrogate pair: vLLM refuses them.
+        body = json.dumps(request | {"model": self._name, "return_token_ids": True})
         try:
             async with self._weights.request() as version:
-                answer = await self._client.post("/v1/chat/completions", json=body)
+                answer = await self._client.post("/v1/chat/completions", content=body, headers=_JSON)
         except (RolloutError, httpx.HTTPError) as error:
             raise HTTPException(503, f"{type(error).__name__}: {error}") from error
         label = {"model": f"{self._name}@{version}"} if answer.is_success else {}
@@ -123,4 +145,11 @@ def make_vllm_endpoint(url: str, weights: ServerWeights, name: str = "policy", s
         secret: key that requests must bring as a bearer token; None to serve everyone who reaches the port.
     """
     service = _Service(url, weights, name)
-    return make_app(name, secret, service.chat, service.version)
+    handlers: Any = {StarletteError: _refused, RequestValidationError: _malformed, Exception: _failed}
+    app = FastAPI(title=name, exception_handlers=handlers)
+    app.add_middleware(Guard, secret=secret)
+    model = {"id": name, "object": "model", "owned_by": "deepspeed_compress"}
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", lambda: {"object": "list", "data": [model]}, methods=["GET"])
+    app.add_api_route("/version", service.version, methods=["GET"])
+    return app

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,8 @@ import torch.distributed as dist
 from agentlightning import LLM, Algorithm, EnqueueRolloutRequest, Rollout, RolloutConfig, Triplet
 from agentlightning.types import Dataset
 
-from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.grpo import Sample
-from deepspeed_compress.agents.learner import Learned, Learner
+from deepspeed_compress.agents.learner import Checkpoints, Learned, Learner
 from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.errors import RolloutError
 
@@ -31,7 +30,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Endpoint:
-    """OpenAI-compatible endpoint whose weights are the ones that training publishes; see `agents.endpoint`.
+    """OpenAI-compatible endpoint whose weights are the ones that training publishes; see `agents.vllm_endpoint`.
 
     Attributes:
         url: address, for example "http://10.0.0.7:8000".
@@ -119,15 +118,6 @@ class BatchFigures:
     tokens: int
 
 
-@dataclass(frozen=True)
-class _Queued:
-    """Rollouts of one batch."""
-
-    rollouts: Sequence[Rollout]
-    groups: dict[str, str]
-    """Group of each rollout, by its id."""
-
-
 class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning has no types
     """Trains the policy of an agent by GRPO.
 
@@ -176,8 +166,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         return dist.get_rank() == 0
 
     def follow(self) -> None:
-        """Learn from the samples that the first rank passes on, until it ends."""
-        while (samples := _shared(None)) is not None:
+        """Learn from the samples that the first rank passes on, until it passes None when it ends."""
+        while (samples := of_first(None)) is not None:
             self._learn(samples)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
@@ -190,7 +180,7 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         if train_dataset is None or not len(train_dataset):
             raise RolloutError("there are no tasks: pass train_dataset to Trainer.fit")
         tasks = self._tasks(train_dataset)
-        waiting: deque[_Queued] = deque()
+        waiting: deque[dict[str, str]] = deque()
         try:
             for number in range(self._batches + 1, self._plan.batches + 1):
                 while len(waiting) < min(self._plan.behind + 1, self._plan.batches - number + 1):
@@ -203,11 +193,13 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         finally:
             # If learning has failed, the others have left, or wait for something else.
             if not self._learning:
-                await asyncio.to_thread(_shared, None)
+                await asyncio.to_thread(of_first, None)
 
     def _tasks(self, dataset: Dataset[Any]) -> Iterator[Any]:
         """Yield all tasks in random order, again and again, after those of the batches that were learned before."""
-        indices = _shuffled(len(dataset), self._plan.seed)
+        order = random.Random(self._plan.seed)
+        rounds = (order.sample(range(len(dataset)), len(dataset)) for _ in itertools.count())
+        indices = itertools.chain.from_iterable(rounds)
         for index in itertools.islice(indices, self._batches * self._plan.tasks, None):
             yield dataset[index]
 
@@ -224,39 +216,39 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
                 # A proxy may answer while the endpoint starts again.
                 last = f"{type(error).__name__}: {error}"
             await asyncio.sleep(POLL_S)
-        raise RolloutError(
-            f"the endpoint {self._endpoint.url} has not received version {version} in {self._plan.timeout_s:g} "
-            f"seconds; its last answer: {last}"
-        )
+        late = f"has not received version {version} in {self._plan.timeout_s:g} seconds"
+        raise RolloutError(f"the endpoint {self._endpoint.url} {late}; its last answer: {last}")
 
-    async def _queue(self, tasks: Iterator[Any], name: str) -> _Queued:
-        """Queue the rollouts of a batch."""
-        chosen = list(itertools.islice(tasks, self._plan.tasks))
+    async def _queue(self, tasks: Iterator[Any], name: str) -> dict[str, str]:
+        """Queue the rollouts of a batch. Return the group of each one, by its id."""
+        repeated = [
+            (f"{name}/{index}", task)
+            for index, task in enumerate(itertools.islice(tasks, self._plan.tasks))
+            for _ in range(self._plan.episodes)
+        ]
         store = self.get_store()
         resources = await store.add_resources({self._endpoint.resource: self._endpoint.as_resource()})
         config = RolloutConfig(timeout_seconds=self._plan.timeout_s)
-        groups = [f"{name}/{index}" for index in range(len(chosen)) for _ in range(self._plan.episodes)]
-        repeated = [task for task in chosen for _ in range(self._plan.episodes)]
         rollouts = await store.enqueue_many_rollouts(
             [
                 EnqueueRolloutRequest(input=task, mode="train", resources_id=resources.resources_id, config=config)
-                for task in repeated
+                for _, task in repeated
             ]
         )
-        return _Queued(rollouts, {rollout.rollout_id: group for rollout, group in zip(rollouts, groups, strict=True)})
+        return {rollout.rollout_id: group for rollout, (group, _) in zip(rollouts, repeated, strict=True)}
 
-    async def _take(self, number: int, queued: _Queued) -> None:
-        """Learn from a batch of rollouts once all have finished."""
+    async def _take(self, number: int, groups: Mapping[str, str]) -> None:
+        """Learn from a batch of rollouts, whose groups are given by their ids, once all have finished."""
         begin = time.perf_counter()
-        finished = await self._finished([one.rollout_id for one in queued.rollouts])
+        finished = await self._finished(list(groups))
         succeeded = [one.rollout_id for one in finished if one.status == "succeeded"]
-        found = [await self._samples(rollout, queued.groups[rollout]) for rollout in succeeded]
+        found = [await self._samples(rollout, groups[rollout]) for rollout in succeeded]
         sampled = [one for samples in found for one in samples]
         samples = [one for one in sampled if one.version >= self._version - self._plan.behind]
-        failed = len(queued.rollouts) - sum(map(bool, found))
+        failed = len(groups) - sum(map(bool, found))
         if not samples:
             raise RolloutError(
-                f"batch {number} has no samples: {failed} of {len(queued.rollouts)} rollouts failed, have not finished "
+                f"batch {number} has no samples: {failed} of {len(groups)} rollouts failed, have not finished "
                 f"in {self._plan.timeout_s:g} seconds, or have no finite reward or no traced completion of "
                 f"{self._endpoint.model!r}, and {len(sampled)} samples are more than {self._plan.behind} versions "
                 "behind: check the runners, their tracer, and the agent's rewards"
@@ -291,7 +283,7 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
     def _lead(self, samples: Sequence[Sample]) -> Learned:
         """Pass `samples` to all ranks, and learn from them together."""
         self._learning = True
-        _shared(samples)
+        of_first(samples)
         learned = self._learn(samples)
         self._learning = False
         return learned
@@ -304,13 +296,6 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
         if self._checkpoints is not None:
             self._checkpoints.save_if_due(self._batches, last=self._batches == self._plan.batches)
         return learned
-
-
-def _shuffled(number: int, seed: int) -> Iterator[int]:
-    """Yield all numbers below `number` in random order, again and again."""
-    order = random.Random(seed)
-    while True:
-        yield from order.sample(range(number), number)
 
 
 def samples_of(triplets: Iterable[Triplet], group: str, episode: str, policy: str) -> list[Sample]:
@@ -348,8 +333,3 @@ def _sample(triplet: Triplet, reward: float, group: str, episode: str) -> Sample
         raise RolloutError(f"the model {model!r} of a response names no version: use the endpoint of this package")
     chosen = tuple(logprob["logprob"] for logprob in logprobs)
     return Sample(tuple(prompt), tuple(completion), chosen, reward, group, int(version), episode=episode)
-
-
-def _shared(samples: Sequence[Sample] | None) -> Sequence[Sample] | None:
-    """Return the samples of the first rank; None when it has ended. Collective."""
-    return of_first(samples)

@@ -66,7 +66,9 @@ class AdapterExporter:
                 _check_same(self.place(target), digest)
                 return []
             self._write(target)
-            self._remove_old()
+            matches = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
+            for version in sorted(int(match[1]) for match in matches if match is not None)[: -self._keep]:
+                shutil.rmtree(self.place(version))
         return [target]
 
     def _write(self, version: int) -> None:
@@ -83,12 +85,6 @@ class AdapterExporter:
             with replacing(file, temporary(file)):
                 save_file(tensors, temporary(file), {"format": "pt", _DIGEST: self._receiver.digest})
             write_json(scratch / _CONFIG, manifest.adapter.model_dump(mode="json"))
-
-    def _remove_old(self) -> None:
-        matches = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
-        versions = sorted(int(match[1]) for match in matches if match is not None)
-        for version in versions[: -self._keep]:
-            shutil.rmtree(self.place(version))
 
 
 def _check_same(place: Path, digest: str) -> None:

@@ -97,10 +97,12 @@ def find_adapter(module: nn.Module, form: AdapterForm) -> Adapter:
     if form == "merged":
         weights = {_base_name(f"{one}.base_layer.weight", name, prefix): layer for one, layer in layers.items()}
         _check_mergeable(module, layers, name)
-        return Adapter(name, _merged_names(module, name, prefix), None, weights)
-    config, names = _read_config(module, name), _own_names(module, name, prefix)
-    _check_alone(module, layers, name, names, config)
-    return Adapter(name, names, config, {})
+        names = {one: _base_name(one, name, prefix) for one, _ in module.named_parameters()}
+        kept = {one: base for one, base in names.items() if not _REPLACED.search(base)}
+        return Adapter(name, kept, None, weights)
+    config, own = _read_config(module, name), _own_names(module, name, prefix)
+    _check_alone(module, layers, name, own, config)
+    return Adapter(name, own, config, {})
 
 
 def _find_layers(module: nn.Module) -> Mapping[str, Any]:
@@ -113,9 +115,7 @@ def _find_layers(module: nn.Module) -> Mapping[str, Any]:
             if isinstance(layer, LoraLayer) and {*layer.active_adapters} & {*layer.scaling}:
                 found[name] = layer
     if not found:
-        raise UnsupportedError(
-            f'"adapters" is set, but {type(module).__name__} has no active LoRA adapter of PEFT: leave it out'
-        )
+        raise UnsupportedError(f'{type(module).__name__} has no active LoRA adapter of PEFT: leave "adapters" out')
     return found
 
 
@@ -130,18 +130,14 @@ def _check_layers(layers: Mapping[str, Any]) -> str:
         raise UnsupportedError(f"several adapters are active ({', '.join(sorted(names))}), but one is published")
     name = names.pop()
     for place, layer in layers.items():
-        for problem in _problems(layer, name):
+        problems = {
+            f"it is the variant {type(layer.lora_variant.get(name)).__name__} of LoRA": name in layer.lora_variant,
+            "it has biases of its own (lora_bias)": layer.lora_bias.get(name),
+            "it is merged into the base already; call unmerge_adapter()": layer.merged,
+        }
+        for problem in (text for text, holds in problems.items() if holds):
             raise UnsupportedError(f'the adapter of "{place}" cannot be published: {problem}')
     return name
-
-
-def _problems(layer: Any, adapter: str) -> Iterator[str]:
-    if adapter in layer.lora_variant:
-        yield f"it is the variant {type(layer.lora_variant[adapter]).__name__} of LoRA"
-    if layer.lora_bias.get(adapter):
-        yield "it has biases of its own (lora_bias)"
-    if layer.merged:
-        yield "it is merged into the base already; call unmerge_adapter()"
 
 
 def _check_mergeable(module: Any, layers: Mapping[str, Any], adapter: str) -> None:
@@ -166,10 +162,8 @@ def _check_mergeable(module: Any, layers: Mapping[str, Any], adapter: str) -> No
             raise UnsupportedError(f'"{place}" is a {kind}, into which no adapter is merged; publish it "alone"')
         others = [one for one in owners[id(base.weight)] if one != f"{place}.base_layer.weight"]
         if others:
-            raise UnsupportedError(
-                f'the weight of "{place}" is that of "{others[0]}" too, which its adapter does not change; publish it '
-                '"alone", or tie no weights'
-            )
+            tied = f'the weight of "{place}" is that of "{others[0]}" too, which its adapter does not change'
+            raise UnsupportedError(f'{tied}; publish it "alone", or tie no weights')
         if hasattr(base.weight, "device_mesh"):
             raise UnsupportedError('adapters under FSDP2 are published "alone", but not merged')
 
@@ -187,10 +181,8 @@ def _check_alone(
         raise UnsupportedError(f'"{trained[0]}" is trained, but is no part of the adapter; publish it "merged"')
     for place, layer in layers.items():
         if not math.isclose(layer.scaling[adapter], config.scaling):
-            raise UnsupportedError(
-                f'the adapter of "{place}" is multiplied by {layer.scaling[adapter]:g}, but engines have one factor '
-                f'({config.scaling:g}) for all layers; publish it "merged"'
-            )
+            other = f'the adapter of "{place}" is multiplied by {layer.scaling[adapter]:g}'
+            raise UnsupportedError(f'{other}, but engines by {config.scaling:g} in all layers; publish it "merged"')
 
 
 def _read_config(module: Any, adapter: str) -> AdapterConfig:
@@ -201,10 +193,8 @@ def _read_config(module: Any, adapter: str) -> AdapterConfig:
     """
     config = module.peft_config[adapter]
     if config.init_lora_weights not in _KEEPS_BASE:
-        raise UnsupportedError(
-            f"init_lora_weights={config.init_lora_weights!r} has changed the base, which engines have without that "
-            'change; publish it "merged"'
-        )
+        initialization = f"init_lora_weights={config.init_lora_weights!r}"
+        raise UnsupportedError(f'{initialization} has changed the base, which engines do not; publish it "merged"')
     fields = AdapterConfig.model_fields.keys() - {"peft_type", "inference_mode", "bias"}
     found = {name: _as_data(getattr(config, name)) for name in fields}
     base = found["base_model_name_or_path"] or getattr(module, "name_or_path", None) or None
@@ -225,17 +215,8 @@ def _own_names(module: nn.Module, adapter: str, prefix: str) -> Mapping[str, str
     return {name: _PREFIX + ending.sub(r".\1\2", name.removeprefix(prefix)) for name in names}
 
 
-def _merged_names(module: nn.Module, adapter: str, prefix: str) -> Mapping[str, str]:
-    """Return the parameters of a model without its adapters, with their names in the base."""
-    found = {}
-    for name, _ in module.named_parameters():
-        plain = _base_name(name, adapter, prefix)
-        if not _REPLACED.search(plain):
-            found[name] = plain
-    return found
-
-
 def _base_name(name: str, adapter: str, prefix: str) -> str:
+    """Return the name in the base of a parameter of the adapted model."""
     name = name.removeprefix(prefix).replace(".base_layer.", ".")
     return name.replace(f".modules_to_save.{adapter}.", ".")
 

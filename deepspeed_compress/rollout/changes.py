@@ -12,7 +12,8 @@ A payload is a header and a list of sections. There are three exact layouts, and
   the entropy of random positions, and all steps are vectorized.
 - `DENSE`: the differences of all values, which is shorter if more than a quarter of them changed.
 - `WHOLE`: all values themselves, for a full copy.
-- `BLOCKWISE_4`, `BLOCKWISE_8`: the differences of all values in 4 or 8 bits (see `lossy`), if that is shorter.
+- `BLOCKWISE_4`, `BLOCKWISE_8`: the differences of all values in blocks of integers of 4 or 8 bits, as the method
+  `blockwise` sends gradients, if that is shorter. Both sides add them by the same function, so they hold the same bits.
 
 Integers are split into planes of equal significance, because the upper bytes of differences, and the exponents of
 values, compress well on their own. Each section is compressed by zstandard if that makes it smaller.
@@ -29,14 +30,16 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepspeed_compress.compression.compressors.quantizers import Blockwise
 from deepspeed_compress.compression.kernels.reference_bits import pack_bits, unpack_bits
 from deepspeed_compress.errors import RolloutError
-from deepspeed_compress.rollout import lossy
 
 MAX_NUMEL = 1 << 28
 """Largest number of elements of one encoded tensor."""
 _SPARSE_UP_TO = 0.25
 """Largest share of changed values for which positions are sent. Above it, the differences of all values are shorter."""
+_BLOCK_SIZE = 256
+"""Number of values that share a scale in lossy changes."""
 _ZSTD_LEVEL = 1
 """Compression level. Higher levels are several times slower, and less than 2 % smaller on such data."""
 _HEADER = struct.Struct("<4sBBII")
@@ -138,8 +141,10 @@ def encode_lossy(old: Tensor, new: Tensor, bits: int) -> bytes:
     difference = new.to(torch.float32) - old.to(torch.float32)
     if not difference.isfinite().all():
         return exact
-    codes, reached = lossy.quantize(difference, bits), old.clone()
-    lossy.add(codes, bits, reached)
+    compressor, reached = Blockwise(bits, _BLOCK_SIZE), old.clone()
+    codes = torch.zeros(compressor.payload_bytes(old.numel()), dtype=torch.uint8)
+    compressor.compress(difference, codes, 0)
+    _add(compressor, codes, reached)
     if not reached.isfinite().all():
         return exact
     changed = int(np.count_nonzero(_integers(reached) != _integers(old)))
@@ -167,10 +172,8 @@ def apply(payload: bytes, held: Tensor) -> NDArray[np.int64] | None:
     """
     header, values = _read_header(payload), _integers(held)
     if (header.item_bytes, header.numel) != (values.itemsize, values.size):
-        raise ChangeError(
-            f"the change is for {header.numel} values of {header.item_bytes} bytes, but {values.size} values of "
-            f"{values.itemsize} bytes are held"
-        )
+        made_for = f"the change is for {header.numel} values of {header.item_bytes} bytes"
+        raise ChangeError(f"{made_for}, but {values.size} values of {values.itemsize} bytes are held")
     sections = _Sections(payload)
     if header.layout is Layout.SPARSE:
         positions = _decode_positions(header, sections) if header.changed else np.empty(0, np.int64)
@@ -179,10 +182,10 @@ def apply(payload: bytes, held: Tensor) -> NDArray[np.int64] | None:
         values[positions] += differences
         return positions
     if header.layout in _BITS:
-        bits = _BITS[header.layout]
-        codes = torch.from_numpy(sections.take(lossy.code_bytes(header.numel, bits)))
+        compressor = Blockwise(_BITS[header.layout], _BLOCK_SIZE)
+        codes = torch.from_numpy(sections.take(compressor.payload_bytes(header.numel)))
         sections.end()
-        lossy.add(codes, bits, held)
+        _add(compressor, codes, held)
         return None
     found = sections.integers(header.numel, header.item_bytes)
     sections.end()
@@ -191,6 +194,13 @@ def apply(payload: bytes, held: Tensor) -> NDArray[np.int64] | None:
     else:
         values[:] = found
     return None
+
+
+def _add(compressor: Blockwise, codes: Tensor, held: Tensor) -> None:
+    """Add the decoded differences to `held` in fp32, and round the sum to its type, in place."""
+    total = held.to(torch.float32)
+    compressor.decompress_add(codes, total, 1.0)
+    held.copy_(total)
 
 
 def count_changed(payload: bytes) -> int:
@@ -290,7 +300,9 @@ class _Sections:
         if self._place > len(self._payload):
             raise ChangeError("a change ends within a section")
         raw = self._payload[begin : self._place]
-        return np.frombuffer(bytearray(_decompress(raw, size) if coded else _checked(raw, size)), np.uint8)
+        if not coded and length != size:
+            raise ChangeError(f"a section of a change has {length} bytes instead of {size}")
+        return np.frombuffer(bytearray(_decompress(raw, size) if coded else raw), np.uint8)
 
     def integers(self, count: int, item_bytes: int) -> Integers:
         """Return `count` integers from their planes."""
@@ -308,12 +320,6 @@ class _Sections:
         """
         if self._place != len(self._payload):
             raise ChangeError(f"a change has {len(self._payload) - self._place} bytes after its last section")
-
-
-def _checked(raw: memoryview, size: int) -> memoryview:
-    if len(raw) != size:
-        raise ChangeError(f"a section of a change has {len(raw)} bytes instead of {size}")
-    return raw
 
 
 def _decompress(coded: memoryview, size: int) -> bytes:

@@ -87,10 +87,8 @@ class CheckpointExporter:
         with locked(self._directory):
             versions, newest = find_versions(self._store), max(find_directories(self._directory), default=0)
             if versions and versions[-1] < newest:
-                raise RolloutError(
-                    f"{self._directory} has version {newest}, but the store ends at {versions[-1]}: use the directory "
-                    "with one store only"
-                )
+                problem = f"{self._directory} has version {newest}, but the store ends at {versions[-1]}"
+                raise RolloutError(f"{problem}: use the directory with one store only")
             new = [version for version in versions if version > newest]
             if new and new[0] != newest + 1:
                 new = new[-1:]
@@ -193,7 +191,7 @@ def write_full(place: Path, weights: Mapping[str, Tensor], files: Mapping[str, s
         _save(place / file, {name: weights[name] for name in weights if files[name] == file}, {"format": "pt"})
     size = sum(one.nbytes for one in weights.values())
     metadata = {"checksum_format": _CHECKSUM, "checksums": _compute_checksums(weights), "total_size": size}
-    _write_index(place, metadata, files)
+    write_json(place / _INDEX, {"metadata": metadata, "weight_map": files})
 
 
 def write_delta(place: Path, version: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> list[str]:
@@ -221,7 +219,7 @@ def write_delta(place: Path, version: int, old: Mapping[str, Tensor], new: Mappi
         "compression_format": "zstd",
         "checksum_format": _CHECKSUM,
     }
-    _write_index(place, metadata, dict.fromkeys(changes, file))
+    write_json(place / _INDEX, {"metadata": metadata, "weight_map": dict.fromkeys(changes, file)})
     return list(changes)
 
 
@@ -235,25 +233,18 @@ def _encode(old: Tensor, new: Tensor) -> Tensor | None:
 
 
 def _compute_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(tensors, pool.map(_compute_checksum, tensors.values()), strict=True))
-
-
-def _compute_checksum(tensor: Tensor) -> str:
-    """Return the checksum of a tensor's bytes as hexadecimal digits."""
+    """Return the checksum of the bytes of each tensor as hexadecimal digits."""
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(_bytes(tensor).data)
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda tensor: xxhash.xxh3_128_hexdigest(_bytes(tensor).data), tensors.values())
+        return dict(zip(tensors, found, strict=True))
 
 
 def _bytes(tensor: Tensor) -> Bytes:
     """Return the bytes of a tensor on the CPU, in its memory if it is contiguous."""
     found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return found
-
-
-def _write_index(place: Path, metadata: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    write_json(place / _INDEX, {"metadata": metadata, "weight_map": files})
 
 
 def _save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

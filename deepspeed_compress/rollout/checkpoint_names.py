@@ -20,10 +20,16 @@ class CheckpointNames:
     """
 
     def __init__(self, config: Any) -> None:
-        self._plain = _make_plain_model(config)
-        self._names = frozenset[str]()
-        if self._plain is not None:
-            self._names = frozenset(name for name, _ in self._plain.named_parameters(remove_duplicate=False))
+        import torch
+        import transformers
+
+        names = getattr(config, "architectures", None) or [""]
+        kind: Any = getattr(transformers, names[0], lambda config: None)
+        with torch.device("meta"):
+            self._plain: nn.Module | None = kind(config)
+        own = () if self._plain is None else self._plain.named_parameters(remove_duplicate=False)
+        self._parameters = dict(own)
+        """Parameters of the model as transformers has it, without values; none if it has no such class."""
 
     def convert(self, weights: Mapping[str, "Tensor"]) -> Mapping[str, "Tensor"]:
         """Return weights of the whole model under the names and in the shapes of a checkpoint.
@@ -35,7 +41,7 @@ class CheckpointNames:
             UnsupportedError: a name belongs to an adapter of PEFT.
         """
         check_no_adapters(weights)
-        if self._plain is None or not weights.keys() <= self._names:
+        if self._plain is None or not weights.keys() <= self._parameters.keys():
             return weights
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -44,9 +50,7 @@ class CheckpointNames:
 
     def tie(self, weights: Mapping[str, "Tensor"], names: Iterable[str]) -> Mapping[str, "Tensor"]:
         """Return `weights`, and again under those of the `names` that the model ties to them, such as of its head."""
-        if self._plain is None:
-            return weights
-        plain = dict(self._plain.named_parameters(remove_duplicate=False))
+        plain = self._parameters
         published = {id(plain[name]): value for name, value in weights.items() if name in plain}
         tied = {name: published[id(plain[name])] for name in names if name in plain and id(plain[name]) in published}
         return {**weights, **tied}
@@ -64,17 +68,3 @@ def check_no_adapters(names: Iterable[str]) -> None:
             f'"{found}" is a name of PEFT, which no engine has among its weights: write "adapters": "merged" to '
             'publish merged weights, or "alone" for engines that load adapters (rollout.vllm_adapters)'
         )
-
-
-def _make_plain_model(config: Any) -> "nn.Module | None":
-    """Return the model of `config` as transformers has it, without values; None if it has no such class."""
-    import torch
-    import transformers
-
-    names = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, names[0], None)
-    if kind is None:
-        return None
-    with torch.device("meta"):
-        model: nn.Module = kind(config)
-    return model

@@ -65,15 +65,10 @@ class ModuleWeights:
 
     def _place(self, one: SliceDigest) -> Tensor:
         """Return the elements of a slice as a view of the module's parameter, of shape [rows, elements of a row]."""
-        tensor, width = self._tensors.get(one.name), one.numel // max(1, one.rows)
+        tensor, width = self._tensors.get(one.name), one.numel // one.rows
         end = one.start + (one.rows - 1) * one.stride + width
-        in_order = one.rows == 1 or (one.rows > 1 and one.stride >= width)
-        if (
-            tensor is None
-            or not in_order
-            or width * one.rows != one.numel
-            or not 0 <= one.start <= end <= tensor.numel()
-        ):
+        in_order = one.rows == 1 or one.stride >= width
+        if tensor is None or not in_order or width * one.rows != one.numel or end > tensor.numel():
             raise RolloutError(f'a part has elements {one.start} to {end} of an unknown "{one.name}"')
         return tensor.view(-1).as_strided(
             (one.rows, width), (one.stride or width, 1), tensor.storage_offset() + one.start

@@ -5,14 +5,15 @@ after the update, so a receiver can check what it holds without holding any othe
 """
 
 import hashlib
-import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from deepspeed_compress.errors import RolloutError
@@ -30,10 +31,6 @@ _ATTEMPTS = 3
 _LENGTH = struct.Struct("<I")
 
 
-Put = Callable[[str, bytes], None]
-"""Function that stores a blob by its name."""
-
-
 class Record(BaseModel):
     """Base class of everything that a manifest consists of."""
 
@@ -49,7 +46,7 @@ class PartEntry(Record):
     changed: Size
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, config=ConfigDict(extra="forbid"))
 class SliceDigest:
     """Digest of a slice of a tensor: of rows of equal length, mostly of one.
 
@@ -63,11 +60,18 @@ class SliceDigest:
     """
 
     name: str
-    start: int
-    numel: int
-    digest: str
-    rows: int = 1
-    stride: int = 0
+    start: Size
+    numel: Size
+    digest: Digest
+    rows: Annotated[int, Field(ge=1)] = 1
+    stride: Size = 0
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class _IndexEntry(SliceDigest):
+    """Entry of an index: a digest, and the bytes of the payload that leads to its values."""
+
+    bytes: Size
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,6 @@ class EncodedSlice:
 
     slice: SliceDigest
     payload: bytes
-
-
-class _IndexEntry(Record):
-    """The fields of a `SliceDigest`, and the bytes of its payload. Several rows have `rows` and `stride`."""
-
-    name: str
-    start: Size
-    numel: Size
-    digest: Digest
-    rows: Annotated[int, Field(ge=1)] = 1
-    stride: Size = 0
-    bytes: Size
 
 
 _INDEX = TypeAdapter(list[_IndexEntry])
@@ -102,12 +94,15 @@ class PartWriter:
     """Writer of slices as one or several parts, of which one at a time is in memory.
 
     Args:
-        put: function that stores a part.
+        store: the store.
         stem: beginning of the names of the parts.
+
+    Attributes:
+        seconds: seconds of writing so far.
     """
 
-    def __init__(self, put: Put, stem: str) -> None:
-        self._put, self._stem = put, stem
+    def __init__(self, store: Store, stem: str) -> None:
+        self._store, self._stem, self.seconds = store, stem, 0.0
         self._entries: list[PartEntry] = []
         self._slices: list[EncodedSlice] = []
         self._size = 0
@@ -127,16 +122,15 @@ class PartWriter:
 
     def _write(self) -> None:
         slices, self._slices, self._size = self._slices, [], 0
-        self._entries.append(_write(self._put, f"{self._stem}.{len(self._entries):04d}", slices))
-
-
-def _write(put: Put, name: str, slices: Sequence[EncodedSlice]) -> PartEntry:
-    index = [_IndexEntry(**asdict(one.slice), bytes=len(one.payload)) for one in slices]
-    head = json.dumps([one.model_dump(exclude_defaults=True) for one in index], separators=(",", ":")).encode()
-    data = b"".join([_LENGTH.pack(len(head)), head, *(one.payload for one in slices)])
-    put(name, data)
-    changed = sum(count_changed(one.payload) for one in slices)
-    return PartEntry(name=name, size=len(data), digest=hashlib.sha256(data).hexdigest(), changed=changed)
+        name = f"{self._stem}.{len(self._entries):04d}"
+        index = [_IndexEntry(**asdict(one.slice), bytes=len(one.payload)) for one in slices]
+        head = _INDEX.dump_json(index, exclude_defaults=True)
+        data = b"".join([_LENGTH.pack(len(head)), head, *(one.payload for one in slices)])
+        began = time.perf_counter()
+        self._store.put(name, data)
+        self.seconds += time.perf_counter() - began
+        changed, digest = sum(count_changed(one.payload) for one in slices), hashlib.sha256(data).hexdigest()
+        self._entries.append(PartEntry(name=name, size=len(data), digest=digest, changed=changed))
 
 
 def read_part(store: Store, entry: PartEntry) -> list[EncodedSlice]:
@@ -167,6 +161,5 @@ def _slices(data: bytes) -> Iterator[EncodedSlice]:
     except (ValidationError, struct.error) as error:
         raise RolloutError(f"the index of a part is malformed: {error}") from error
     for entry in index:
-        slice_digest = SliceDigest(**entry.model_dump(exclude={"bytes"}))
-        yield EncodedSlice(slice_digest, data[place : place + entry.bytes])
+        yield EncodedSlice(entry, data[place : place + entry.bytes])
         place += entry.bytes

@@ -128,8 +128,7 @@ class Publisher:
         names: Mapping[str, str] = MappingProxyType({}),
         adapters: AdapterForm | None = None,
     ) -> None:
-        _check_options(dtype, every, full_every, keep_full, bits)
-        _check_adapters(adapters, names)
+        _check_options(dtype, bits, adapters, names, every=every, full_every=full_every, keep_full=keep_full)
         self._store, self._dtype, self._names, self.adapters = store, dtype, names, adapters
         self._every, self._full_every, self._keep_full, self._bits = every, full_every, keep_full, bits
         self._ranks, self._listener = PublishingRanks(), listener
@@ -229,10 +228,8 @@ class Publisher:
         held, adapter = self._find_held(self._module)
         changed = sorted({name for name, *_ in self._own ^ {one.region for one in held}})
         if changed:
-            raise UnsupportedError(
-                f"parameters were added, removed or resized since the Publisher was made: {', '.join(changed[:3])}; "
-                "make a new Publisher, and receivers with the new model"
-            )
+            problem = f"parameters were added, removed or resized since it was made: {', '.join(changed[:3])}"
+            raise UnsupportedError(f"{problem}; make a new Publisher, and receivers with the new model")
         slices, dtype = find_shares(held, self._holders, self._ranks.rank), DTYPES[self._dtype]
         self._config = None if adapter is None else adapter.config
         if self._thread is None and self.adapters != "merged":
@@ -287,14 +284,14 @@ class Publisher:
         """
         manifest = make_manifest(chain, self._dtype, shares, self._config)
         size = extend_chain(self._store, chain, manifest, self._keep_full)
-        changes, total = manifest.changes, sum(one.numel for share in shares for one in share.digests)
-        changed = 1.0 if changes is None else sum(part.changed for part in changes.parts) / max(1, total)
-        change_bytes = size + (0 if changes is None else changes.size)
+        parts = manifest.changes.parts if manifest.changes else ()
+        total = sum(one.numel for share in shares for one in share.digests)
+        changed = sum(part.changed for part in parts) / max(1, total) if manifest.changes else 1.0
         return Published(
             manifest.version,
             manifest.digest,
-            change_bytes,
-            manifest.full_size,
+            size + sum(part.size for part in parts),
+            sum(part.size for part in manifest.full or ()),
             changed,
             call.seconds,
             max(share.encode_seconds for share in shares),
@@ -305,18 +302,22 @@ class Publisher:
         )
 
 
-def _check_options(dtype: Dtype, every: int, full_every: int, keep_full: int, bits: int | None) -> None:
+def _check_options(dtype: object, bits: object, adapters: object, names: Mapping[str, str], **counts: int) -> None:
     """Check the arguments of a publisher.
 
     Raises:
         ConfigError: one is not possible.
     """
-    if dtype not in get_args(Dtype):
-        raise ConfigError(f"dtype {dtype!r} is not known (allowed: {', '.join(get_args(Dtype))})")
-    if bits not in (None, 4, 8):
-        raise ConfigError(f"bits {bits!r} is not possible (allowed: 4, 8, or None for exact changes)")
-    if min(every, full_every, keep_full) < 1:
-        raise ConfigError(f"every {every}, full_every {full_every} and keep_full {keep_full} must be at least 1")
+    choices = {"dtype": (dtype, get_args(Dtype)), "bits": (bits, (4, 8, None))}
+    choices["adapters"] = adapters, (*get_args(AdapterForm), None)
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ConfigError(f"{name} {value!r} is not known (allowed: {', '.join(map(str, allowed))})")
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} {count} is not possible (allowed: 1 or more)")
+    if adapters is not None and names:
+        raise ConfigError("names has no effect with adapters, which have names of their own: leave one of them out")
 
 
 def _copied(slices: Iterable[Slice], buffers: Iterable[Tensor]) -> Iterator[Slice]:
@@ -335,20 +336,12 @@ def _checked(slices: Iterable[Slice], copies: Iterable[Slice]) -> Iterator[Slice
     """
     for one, copy in zip(slices, copies, strict=True):
         if copy.values.dtype is torch.float16:
-            _check_range(one, copy.values.view(one.values.shape))
+            # Values of training may be infinite or NaN themselves.
+            infinite = copy.values.view(one.values.shape).isinf()
+            if infinite.any() and one.values[infinite.to(one.values.device)].isfinite().any():
+                problem = "has values above 65,504, the largest number of fp16"
+                raise RolloutError(f'parameter "{one.name}" {problem}; publish "bf16" or "fp32"')
         yield copy
-
-
-def _check_adapters(adapters: AdapterForm | None, names: Mapping[str, str]) -> None:
-    """Check the arguments of a publisher that concern adapters.
-
-    Raises:
-        ConfigError: one is not possible.
-    """
-    if adapters not in (None, *get_args(AdapterForm)):
-        raise ConfigError(f"adapters {adapters!r} is not known (allowed: {', '.join(get_args(AdapterForm))}, or None)")
-    if adapters is not None and names:
-        raise ConfigError("names has no effect with adapters, which have names of their own: leave one of them out")
 
 
 def _merge(adapter: Adapter, slices: Sequence[Slice], copies: Sequence[Slice]) -> None:
@@ -360,19 +353,6 @@ def _merge(adapter: Adapter, slices: Sequence[Slice], copies: Sequence[Slice]) -
         for one, values in pairs[name]:
             merged = (one.values + one.select(change)).to(one.values.dtype)
             values.view(one.values.shape).copy_(merged)
-
-
-def _check_range(one: Slice, copy: Tensor) -> None:
-    """Check that `copy`, which is in fp16, is infinite only where `one` is infinite or NaN too.
-
-    Raises:
-        RolloutError: it is not.
-    """
-    infinite = copy.isinf()
-    if infinite.any() and one.values[infinite.to(one.values.device)].isfinite().any():
-        raise RolloutError(
-            f'parameter "{one.name}" has values above 65,504, the largest number of fp16; publish "bf16" or "fp32"'
-        )
 
 
 def _host_buffer(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,11 @@
 """Reception of published weights by a module that generates with them."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,25 +18,18 @@ from deepspeed_compress.rollout.request_lock import RequestLock
 from deepspeed_compress.rollout.store import Store
 from deepspeed_compress.rollout.versions import Manifest, find_versions, read_manifest
 
+_LOG = logging.getLogger(__name__)
 _IN_MEMORY = 1 << 30
 """Bytes of changes that are fetched before requests are paused. More than that is fetched and applied part by part."""
+_PAUSE = 10.0
+"""Pause after a failed update, in multiples of its time: requests that wait for updates lose a tenth of their time."""
+_LONGEST_PAUSE = 60.0
+"""Longest such pause in seconds, after which new weights would be late when the store is back."""
 
 
-@dataclass(frozen=True)
-class _Path:
-    """Parts that lead to the newest version.
-
-    Attributes:
-        full: parts of a full copy, with which the path begins; empty if it begins with the held version.
-        changes: parts with the changes of the versions after that, in order.
-    """
-
-    full: Sequence[PartEntry]
-    changes: Sequence[PartEntry]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in (*self.full, *self.changes))
+_Path = tuple[Sequence[PartEntry], Sequence[PartEntry]]
+"""Parts that lead to the newest version: those of a full copy with which the path begins (none if it begins with the
+held version), and those with the changes of the versions after that, in order."""
 
 
 class Receiver:
@@ -109,9 +104,9 @@ class Receiver:
         if (self.version, self.digest) == (target, manifest.digest):
             return False
         problems = []
-        for path in sorted(self._find_paths(manifest), key=lambda one: one.size):
+        for path in sorted(self._find_paths(manifest), key=lambda path: _size(*path)):
             try:
-                self._follow(path, manifest)
+                self._follow(*path, manifest)
                 return True
             except RolloutError as error:
                 problems.append(str(error))
@@ -125,11 +120,11 @@ class Receiver:
         for manifest in self._walk_back(newest):
             if needs_full and manifest.full is not None:
                 needs_full = False
-                yield _Path(manifest.full, tuple(changes))
+                yield manifest.full, tuple(changes)
             if manifest.changes is not None:
                 changes = [*manifest.changes.parts, *changes]
                 if (manifest.changes.base, manifest.changes.base_digest) == (self.version, self.digest):
-                    yield _Path((), tuple(changes))
+                    yield (), tuple(changes)
             passed = self.version is None or manifest.version <= self.version + 1
             if passed and not needs_full:
                 return
@@ -147,7 +142,7 @@ class Receiver:
                 return
             yield manifest
 
-    def _follow(self, path: _Path, newest: Manifest) -> None:
+    def _follow(self, full: Sequence[PartEntry], changes: Sequence[PartEntry], newest: Manifest) -> None:
         """Bring the module to `newest`.
 
         Raises:
@@ -155,14 +150,67 @@ class Receiver:
         """
         weights = ModuleWeights(self._module, newest)
         # Changes are mostly small. Of a full copy, or of many changes, one part is in memory at a time.
-        lazy = (read_part(self._store, part) for part in path.changes)
-        changes = lazy if sum(part.size for part in path.changes) > _IN_MEMORY else list(lazy)
+        lazy = (read_part(self._store, part) for part in changes)
+        changed = lazy if _size(changes) > _IN_MEMORY else list(lazy)
         with self._lock.pause():
             held: dict[tuple[str, int], SliceDigest] = {}
-            full = (read_part(self._store, part) for part in path.full)
-            for one in chain.from_iterable(chain(full, changes)):
+            whole = (read_part(self._store, part) for part in full)
+            for one in chain.from_iterable(chain(whole, changed)):
                 self.version = None
                 self._listener(one.slice.name, weights.apply(one))
                 held[one.slice.name, one.slice.start] = one.slice
             weights.verify(list(held.values()))
             self.version, self.digest = newest.version, newest.digest
+
+
+def _size(*parts: Sequence[PartEntry]) -> int:
+    return sum(part.size for part in chain(*parts))
+
+
+class Updatable(Protocol):
+    """Weights that follow a store: those of a `Receiver`, or of a server.
+
+    Attributes:
+        version: the held version; None if no complete one is held.
+    """
+
+    version: int | None
+
+    def update(self) -> object:
+        """Take the newest version. Raises RolloutError or OSError if it cannot be reached."""
+
+
+class Updates:
+    """Updates that survive an outage: while the store cannot be read, the held version stays in use.
+
+    Answers name this version, so the learner decides how far behind is too far. An outage is logged when it begins.
+
+    Examples:
+        >>> update = Updates(Receiver(model, store))
+        >>> version = update()  # between two requests
+    """
+
+    def __init__(self, weights: Updatable) -> None:
+        self._weights, self._is_away, self._next = weights, False, 0.0
+
+    def __call__(self) -> int:
+        """Take the newest version if the store can be read. Return the held one, 0 before the first.
+
+        Raises:
+            RolloutError: the update failed, and no complete version is held.
+            OSError: the same, because of the store.
+        """
+        version, begin = self._weights.version, time.monotonic()
+        if version is not None and begin < self._next:
+            return version
+        try:
+            self._weights.update()
+            self._is_away = False
+        except (RolloutError, OSError) as error:
+            version, end = self._weights.version, time.monotonic()
+            if version is None:
+                raise
+            if not self._is_away:
+                _LOG.warning("The weights cannot be updated, so version %d goes on answering: %s", version, error)
+            self._is_away, self._next = True, end + min(_PAUSE * (end - begin), _LONGEST_PAUSE)
+        return self._weights.version or 0

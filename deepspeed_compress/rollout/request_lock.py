@@ -42,19 +42,16 @@ class RequestLock:
     async def coroutine_request(self) -> AsyncIterator[None]:
         """Keep updates out of the block of a coroutine. Others of its thread go on while it waits for an update."""
         thread = threading.get_ident()
-        while not self._begin(thread):
+        while True:
+            with self._changed:
+                if not self._paused:
+                    self._threads.append(thread)
+                    break
             await asyncio.sleep(_POLL_S)
         try:
             yield
         finally:
             self._end(thread)
-
-    def _begin(self, thread: int) -> bool:
-        """Begin a request, and return True, unless there is an update."""
-        with self._changed:
-            if not self._paused:
-                self._threads.append(thread)
-            return not self._paused
 
     def _end(self, thread: int) -> None:
         with self._changed:

@@ -9,8 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError, RolloutError
@@ -36,7 +36,7 @@ class _Blob(Fields):
 _REQUESTS = Messages({"put": _Blob, "get": _Blob, "names": Fields, "delete": _Blob})
 
 
-class StoreServer:
+class StoreServer(AbstractContextManager["StoreServer"]):
     """Server of a store. It runs in a thread until it is closed, and can be used in a `with` statement.
 
     Args:
@@ -72,10 +72,7 @@ class StoreServer:
         self._server.stop(drain=1.0)
         self._thread.join()
 
-    def __enter__(self) -> "StoreServer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _serve(self, connection: Connection) -> None:
@@ -149,10 +146,8 @@ class ServedStore:
         try:
             parse_address(self._place if address.startswith(SCHEME) else "")
         except ValueError:
-            raise ConfigError(
-                f'{address!r} is not the address of a store (allowed: "{SCHEME}host:port"); write '
-                f'"{SCHEME}10.0.0.7:29500"'
-            ) from None
+            allowed = f'allowed: "{SCHEME}host:port", such as "{SCHEME}10.0.0.7:29500"'
+            raise ConfigError(f"{address!r} is not the address of a store ({allowed})") from None
         self._credentials, self._timeout, self._attempts = credentials or Credentials.find(), timeout, attempts
         self._requests = RequestClient(self._connect, timeout)
 

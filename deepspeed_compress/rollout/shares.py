@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -40,27 +41,6 @@ class Share:
     write_seconds: float
 
 
-class _TimedWriter:
-    """Writer to a store that measures its time, apart from the time of encoding between the writes.
-
-    Attributes:
-        seconds: seconds of writing so far.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store, self._began, self.seconds = store, time.perf_counter(), 0.0
-
-    def put(self, name: str, data: bytes) -> None:
-        began = time.perf_counter()
-        self._store.put(name, data)
-        self.seconds += time.perf_counter() - began
-
-    @property
-    def other_seconds(self) -> float:
-        """Return the seconds since the start that were not spent writing."""
-        return time.perf_counter() - self._began - self.seconds
-
-
 def digest_slice(one: Slice) -> SliceDigest:
     """Return the digest of a slice in host memory."""
     return SliceDigest(one.name, one.start, one.values.numel(), values_digest(one.values), one.rows, one.stride)
@@ -87,11 +67,12 @@ def write_share(
         full: write a full copy too.
         bits: bits per value of lossy changes; None for exact ones.
     """
-    timed, version = _TimedWriter(store), chain.version + 1
-    changes, copies = (PartWriter(timed.put, part_stem(version, kind, rank, chain.publisher)) for kind in (False, True))
+    began, version = time.perf_counter(), chain.version + 1
+    changes, copies = (PartWriter(store, part_stem(version, kind, rank, chain.publisher)) for kind in (False, True))
+    encode_change = encode if bits is None else partial(encode_lossy, bits=bits)
     shapes, digests = {}, []
     for one, old in zip(slices, repeat(None) if held is None else held, strict=held is not None):
-        payload = None if old is None else _encode_change(old.values, one.values, bits)
+        payload = None if old is None else encode_change(old.values, one.values)
         shapes[one.name] = one.shape
         digests.append(digest_slice(one))
         if old is not None and payload is not None:
@@ -100,11 +81,8 @@ def write_share(
         if full:
             copies.add(EncodedSlice(digests[-1], encode(None, one.values)))
     changed, whole = None if held is None else changes.end(), copies.end() if full else None
-    return Share(shapes, digests, changed, whole, timed.other_seconds, timed.seconds)
-
-
-def _encode_change(old: Tensor, new: Tensor, bits: int | None) -> bytes:
-    return encode(old, new) if bits is None else encode_lossy(old, new, bits)
+    writing = changes.seconds + copies.seconds
+    return Share(shapes, digests, changed, whole, time.perf_counter() - began - writing, writing)
 
 
 def make_manifest(

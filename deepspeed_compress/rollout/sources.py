@@ -32,7 +32,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
-        _check_engine(model)
+        stages = model.module.num_stages if _is_pipeline(model.module) else 1
+        tensor = max(getattr(layer, "tp_world_size", 1) for layer in model.module.modules())
+        if model.seq_data_parallel_group.size() * stages * tensor != dist.get_world_size():
+            raise UnsupportedError(
+                "weights are published only if the data-parallel group has all ranks of the job, apart from pipeline "
+                "stages and AutoTP (not with islands inside of one job, hybrid sharding, or other tensor parallelism)"
+            )
     elif not isinstance(model, DistributedDataParallel):
         return model
     return unwrap(model.module)
@@ -42,16 +48,6 @@ def _is_pipeline(module: nn.Module) -> bool:
     """Return True for a PipelineModule of DeepSpeed, which is not imported for this."""
     deepspeed = sys.modules.get("deepspeed")
     return deepspeed is not None and isinstance(module, deepspeed.PipelineModule)
-
-
-def _check_engine(engine: Any) -> None:
-    stages = engine.module.num_stages if _is_pipeline(engine.module) else 1
-    tensor = max(getattr(layer, "tp_world_size", 1) for layer in engine.module.modules())
-    if engine.seq_data_parallel_group.size() * stages * tensor != dist.get_world_size():
-        raise UnsupportedError(
-            "weights are published only if the data-parallel group has all ranks of the job, apart from pipeline "
-            "stages and AutoTP (not with islands inside of one job, hybrid sharding, or other tensor parallelism)"
-        )
 
 
 def find_held(module: nn.Module, names: Mapping[str, str], published: Container[str] | None = None) -> list[Slice]:
@@ -114,7 +110,7 @@ def _held(name: str, parameter: Any, owner: Any) -> list[Slice]:
         return [_sharded(name, parameter)]
     if hasattr(parameter, "ds_tensor"):
         return [_zero_3(name, parameter)]
-    return list(_rectangles(name, parameter.detach(), parameter, owner))
+    return list(_rectangles(name, parameter, owner))
 
 
 def _check_parameter(name: str, parameter: Any) -> None:
@@ -127,26 +123,23 @@ def _check_parameter(name: str, parameter: Any) -> None:
     if getattr(parameter, "allreduce", True) is False:
         raise UnsupportedError(f'parameter "{name}" belongs to an expert, and ranks hold different ones of that name')
     if hasattr(parameter, "ds_optim_param") and parameter.dim() == 1:
-        raise UnsupportedError(
-            f'parameter "{name}" is divided over the ranks by LoRAConfig of deepspeed.linear; write '
-            "base_weight_sharding=1 there"
-        )
+        divided = f'parameter "{name}" is divided over the ranks by LoRAConfig of deepspeed.linear'
+        raise UnsupportedError(f"{divided}; write base_weight_sharding=1 there")
     if getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, _SPLIT):
         raise UnsupportedError(
             f'parameter "{name}" is split among ranks, and nothing tells how, as AutoTP does since DeepSpeed 0.19.6'
         )
 
 
-def _rectangles(name: str, part: Tensor, parameter: Any, owner: Any) -> Iterator[Slice]:
+def _rectangles(name: str, parameter: Any, owner: Any) -> Iterator[Slice]:
     """Yield this rank's part of a parameter: all of it, or what AutoTP gave this rank.
 
     Args:
         name: name of the parameter in the plain model.
-        part: the part, in its shape.
         parameter: the parameter.
         owner: its layer.
     """
-    record = getattr(parameter, _SPLIT, None)
+    record, part = getattr(parameter, _SPLIT, None), parameter.detach()
     if record is None or record["partition_dim"] is None:
         shape, pieces = tuple(part.shape), iter([(0, 0, _matrix(part))])
     else:
@@ -185,10 +178,8 @@ def _zero_3(name: str, parameter: Any) -> Slice:
     """Return this rank's partition of a parameter under ZeRO 3, without its padding."""
     own, record = parameter.ds_tensor, getattr(parameter, _SPLIT, None)
     if own.status.name != "AVAILABLE" or not own.is_floating_point():
-        raise UnsupportedError(
-            f'the partition of parameter "{name}" is on NVMe or quantized, and cannot be published; write '
-            '"offload_param": {"device": "cpu"} at most'
-        )
+        problem = f'the partition of parameter "{name}" is on NVMe or quantized'
+        raise UnsupportedError(f'{problem}; write "offload_param": {{"device": "cpu"}} at most')
     if getattr(parameter, HF_TRANSPOSED, False) or (record is not None and record["partition_dim"] is not None):
         raise UnsupportedError(f'parameter "{name}" is split by tensor parallelism, and again by ZeRO 3; use ZeRO 2')
     begin = parameter.ds_process_group.rank() * own.ds_numel
@@ -201,16 +192,8 @@ def _sharded(name: str, parameter: DTensor) -> Slice:
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
     sharding = [(dim, placement) for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     if len(sharding) > 1 or any(type(one) is not Shard or one.dim != 0 for _, one in sharding):
-        raise UnsupportedError(
-            f'parameter "{name}" has the placements {parameter.placements}; only Shard(0) in one dimension of the mesh '
-            "is published"
-        )
-    local = parameter.to_local().detach()
-    shard_dim = sharding[0][0] if sharding else None
-    row = 0 if shard_dim is None else _first_row(parameter.shape[0], mesh.size(shard_dim), coordinate[shard_dim])
-    return rectangle(name, tuple(parameter.shape), row, 0, _matrix(local))
-
-
-def _first_row(rows: int, shards: int, index: int) -> int:
-    """Return the first row of a shard, as torch.chunk divides rows."""
-    return -(-rows // shards) * index
+        problem = f'parameter "{name}" has the placements {parameter.placements}'
+        raise UnsupportedError(f"{problem}; only Shard(0) in one dimension of the mesh is published")
+    # torch.chunk divides rows: all shards but the last ones have so many. Of a whole copy, the first row is row 0.
+    row = sum(-(-parameter.shape[0] // mesh.size(dim)) * coordinate[dim] for dim, _ in sharding)
+    return rectangle(name, tuple(parameter.shape), row, 0, _matrix(parameter.to_local().detach()))

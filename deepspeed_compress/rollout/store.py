@@ -91,15 +91,11 @@ class DirectoryStore:
         self._file(name).unlink(missing_ok=True)
 
     def _file(self, name: str) -> Path:
-        check_name(name)
+        """Return the path of a blob.
+
+        Raises:
+            RolloutError: the name has other characters than lowercase letters, digits, "." and "-".
+        """
+        if _NAME.fullmatch(name) is None:
+            raise RolloutError(f"{name!r} is not a name of a blob (allowed: lowercase letters, digits, '.' and '-')")
         return self._path / name
-
-
-def check_name(name: str) -> None:
-    """Check the name of a blob, before it becomes a path.
-
-    Raises:
-        RolloutError: it has other characters than lowercase letters, digits, "." and "-".
-    """
-    if _NAME.fullmatch(name) is None:
-        raise RolloutError(f"{name!r} is not a name of a blob (allowed: lowercase letters, digits, '.' and '-')")

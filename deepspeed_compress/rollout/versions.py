@@ -39,10 +39,6 @@ class Changes(Record):
     base_digest: Digest
     parts: tuple[PartEntry, ...]
 
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
-
 
 class Manifest(Record):
     """Content of a version.
@@ -64,10 +60,6 @@ class Manifest(Record):
     changes: Changes | None
     full: tuple[PartEntry, ...] | None
     adapter: AdapterConfig | None = None
-
-    @property
-    def full_size(self) -> int:
-        return sum(part.size for part in self.full or ())
 
 
 def model_digest(slices: Iterable[SliceDigest]) -> str:
@@ -104,13 +96,6 @@ def find_full_copies(store: Store) -> list[int]:
 def _versions_with(kind: str, names: Iterable[str]) -> set[int]:
     found = (_FINISHED.fullmatch(name) for name in names)
     return {int(match[1]) for match in found if match is not None and match[2] == kind}
-
-
-def write_manifest(store: Store, manifest: Manifest) -> int:
-    """Complete a version. Return the bytes of its manifest."""
-    data = manifest.model_dump_json().encode()
-    store.put(_prefix(manifest.version) + _MANIFEST, data)
-    return len(data)
 
 
 def read_manifest(store: Store, version: int) -> Manifest:
@@ -170,14 +155,13 @@ def extend_chain(store: Store, chain: Chain, manifest: Manifest, keep_full: int)
     """
     newest = max(find_versions(store), default=0)
     if newest > chain.version:
-        raise RolloutError(
-            f"another publisher has written version {newest} to the same store; end it, or use another store"
-        )
-    size = write_manifest(store, manifest)
+        raise RolloutError(f"another publisher has written version {newest} to the same store; end it or use another")
+    data = manifest.model_dump_json().encode()
+    store.put(_prefix(manifest.version) + _MANIFEST, data)
     full = find_full_copies(store)
     if len(full) >= keep_full:
         _delete(store, range(full[-keep_full]))
-    return size
+    return len(data)
 
 
 def _delete(store: Store, versions: range) -> None:

@@ -90,9 +90,7 @@ class LocalEngine:
         """
         self._llm.finish_weight_update(weight_version)
         if not self._llm.reset_prefix_cache():
-            raise RolloutError(
-                "the prefix cache has entries of older weights, because requests run: wait for them first"
-            )
+            raise RolloutError("the cache has keys of older weights, because requests run: wait for them first")
 
 
 class ServedEngine:

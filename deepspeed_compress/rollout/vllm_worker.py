@@ -120,7 +120,8 @@ class PublishedWeightsEngine(WeightTransferEngine[StorePlace, VersionNumber]):  
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         in_place = bool(self._loaded) and self.vllm_config.lora_config is None
-        patches = self._changed.patches(weights, self.device) if in_place and _keeps_layout(self.model) else None
+        in_place = in_place and all(map(_keeps_layout, self.model.modules()))
+        patches = self._changed.patches(weights, self.device) if in_place else None
         if patches is None:
             _reload(self.model, self.model_config, weights)
         else:
@@ -174,19 +175,13 @@ def _wait_for(store: Store, version: int) -> None:
     until = time.monotonic() + _PATIENCE
     while max(find_versions(store), default=0) < version:
         if time.monotonic() > until:
-            raise RolloutError(
-                f"version {version} has not appeared in {_PATIENCE:g} seconds: the place must be the store that is "
-                "published to, as the engine's hosts see it"
-            )
+            late = f"version {version} has not appeared in {_PATIENCE:g} seconds"
+            raise RolloutError(f"{late}: the place must be the store as the engine's hosts see it")
         time.sleep(_POLL)
 
 
-def _keeps_layout(model: nn.Module) -> bool:
-    """Return True if the model computes with its parameters as they were created, and with nothing made of them."""
-    return all(map(_layer_keeps_layout, model.modules()))
-
-
-def _layer_keeps_layout(layer: nn.Module) -> bool:
+def _keeps_layout(layer: nn.Module) -> bool:
+    """Return True if a layer computes with its parameters as they were created, and with nothing made of them."""
     method: Any = getattr(layer, "quant_method", None)
     if not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod | None):
         return False
@@ -217,10 +212,8 @@ def _reload(model: nn.Module, config: Any, weights: Mapping[str, Tensor]) -> Non
     if loaded is not None and config.quantization is None:
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         if missing := sorted(names - loaded):
-            raise RolloutError(
-                f"the published weights have no values for {', '.join(missing[:3])} of vLLM's model: publish the model "
-                "that the engine was started with (buffers are not published)"
-            )
+            problem = f"the published weights have no values for {', '.join(missing[:3])} of vLLM's model"
+            raise RolloutError(f"{problem}: publish the model that the engine was started with (without buffers)")
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import deepspeed_compress
-from deepspeed_compress.agents.checkpoints import Checkpoints
-from deepspeed_compress.agents.learner import Learner, LearnerSettings
+from deepspeed_compress.agents.learner import Checkpoints, Learner, LearnerSettings
 from deepspeed_compress.integrations.agent_lightning import BatchFigures, DeepSpeedAlgorithm, Endpoint, RolloutPlan
 from deepspeed_compress.launcher.workers import die_with
 from deepspeed_compress.rollout import DirectoryStore, Published, Publisher

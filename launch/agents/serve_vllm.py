@@ -21,8 +21,6 @@ from deepspeed_compress.rollout.vllm import BACKEND, ServedEngine
 from launch.agents.sums import LENGTH
 
 NAME = "policy"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Chat template of a tokenizer that reads sums."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -43,7 +41,7 @@ def start_server(options: argparse.Namespace) -> "subprocess.Popen[bytes]":
     command += ["--served-model-name", NAME]
     command += ["--host", "127.0.0.1", "--port", str(options.vllm_port), "--seed", str(options.seed)]
     command += ["--dtype", "float32", "--max-model-len", str(2 * LENGTH), "--enforce-eager"]
-    command += ["--chat-template", TEMPLATE, "--generation-config", "vllm"]
+    command += ["--generation-config", "vllm"]
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
     environment["VLLM_SERVER_DEV_MODE"] = "1"

@@ -14,6 +14,8 @@ LARGEST = 99
 LENGTH = len(f"{LARGEST}+{LARGEST}={2 * LARGEST}") + 1
 """Largest number of tokens of a task, its answer, and the end token."""
 LAYERS = 4
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""Chat template: the contents of messages."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def make_tokenizer() -> Any:
     plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     plain.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     plain.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<end>", padding_side="left")
+    special = {"pad_token": "<pad>", "eos_token": "<end>"}
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **special, padding_side="left", chat_template=TEMPLATE)
 
 
 def make_model(seed: int, width: int = 128, layers: int = LAYERS) -> Any:

@@ -29,12 +29,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_compress.agents.generation import Completion, Sampling, complete
 from deepspeed_compress.agents.grpo import Sample
 from deepspeed_compress.agents.learner import Learner, LearnerSettings
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from deepspeed_compress.tools.plots import COLOURS, GREY, check_plotting, new_figure, save_figure, style_axes
-from launch.agents.sums import CHARACTERS, END, LARGEST, PAD, Sum, encode, make_model, reward, sums, teach
+from launch.agents.sampler import Completion, complete
+from launch.agents.sums import (
+    CHARACTERS,
+    LARGEST,
+    PAD,
+    Sum,
+    encode,
+    make_model,
+    make_tokenizer,
+    reward,
+    sums,
+    teach,
+)
 from launch.studies.harness import markdown, new_parser
 from launch.studies.plain_updates import CODINGS, PlainPublisher, PlainReceiver
 
@@ -171,8 +182,8 @@ def mean_reward(model: Any) -> float:
 
 def answers(model: Any, tasks: Sequence[Sum]) -> list[Completion]:
     """Sample an answer to each of `tasks`."""
-    sampling = Sampling(max_tokens=len(str(2 * LARGEST)) + 1)
-    return complete(model, [encode(task.question) for task in tasks], sampling, PAD, END)
+    longest = len(str(2 * LARGEST)) + 1
+    return complete(model, make_tokenizer(), [encode(task.question) for task in tasks], longest)
 
 
 def text(answer: Completion) -> str:

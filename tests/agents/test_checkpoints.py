@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed_compress.agents.checkpoints import Checkpoints
+from deepspeed_compress.agents.learner import Checkpoints
 from deepspeed_compress.errors import StateError
 from tests.support.forks import run_forks
 

@@ -1,36 +1,34 @@
 """OpenAI's client, and those of LiteLLM and LangChain, at an endpoint that is served."""
 
 import importlib.util
-import json
 import os
 import socket
 import subprocess
 import sys
-import threading
-from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install -e .[http]")
 
-from deepspeed_compress.agents import endpoint
-from deepspeed_compress.agents.generation import Sampling
-from deepspeed_compress.agents.policy import Answer
-from tests.support.endpoints import SECRET, Ready, request, served
+from deepspeed_compress.agents import serving, vllm_endpoint
+from tests.support.endpoints import SECRET, Sampler, body_of, request, served
+from tests.support.transport import until
 
-ASK = [{"role": "user", "content": "1+1="}]
+LONG = 100_000
+"""Characters of a message that counts among the bodies in flight."""
 CLIENTS = {
     "openai": "openai.OpenAI(base_url=url, api_key=key).chat.completions.create(model='policy', messages=ask).model",
     "litellm": "litellm.completion('openai/policy', ask, base_url=url, api_key=key, num_retries=2).model",
-    "langchain_openai": "langchain_openai.ChatOpenAI(model='policy', base_url=url, api_key=key).invoke('1+1=')"
+    "langchain_openai": "langchain_openai.ChatOpenAI(model='policy', base_url=url, api_key=key).invoke(ask)"
     ".response_metadata['model_name']",
 }
 PROGRAM = """
 import sys
 import openai
 import {name}
-url, ask = sys.argv[1], {ask}
+url, ask = sys.argv[1], [{{"role": "user", "content": "1" * {length}}}]
 for key in sys.argv[2:]:
     try:
         print({call})
@@ -47,9 +45,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def answers(name: str, port: int, *keys: str) -> list[str]:
-    """Return what a client gets for each of `keys`: the model that has answered, or a refusal."""
-    program = PROGRAM.format(name=name, ask=ASK, call=CLIENTS[name])
+def answers(name: str, port: int, *keys: str, length: int = 4) -> list[str]:
+    """Return what a client gets for a message and each of `keys`: the model that has answered, or a refusal."""
+    program = PROGRAM.format(name=name, length=length, call=CLIENTS[name])
     command = [sys.executable, "-c", program, f"http://127.0.0.1:{port}/v1", *keys]
     # LiteLLM would fetch the prices of all models.
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -57,41 +55,29 @@ def answers(name: str, port: int, *keys: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("policy", "refused"))]
 
 
-class Held(Ready):
-    """A policy whose first answer comes when it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: Future[Answer] = Future()
-        self.is_asked = threading.Event()
-
-    def submit(self, prompt: Any, sampling: Sampling) -> "Future[Answer]":
-        answer = super().submit(prompt, sampling)
-        if self.is_asked.is_set():
-            return answer
-        self.is_asked.set()
-        return self.first
-
-
-def test_a_client_is_answered_by_a_version_and_gets_its_own_error_for_a_wrong_key(name: str) -> None:
-    with served(Ready()) as port:
+def test_a_client_is_answered_by_a_version_and_gets_its_own_error_for_a_wrong_key(name: str, tmp_path: Path) -> None:
+    with served(tmp_path, Sampler()) as port:
         answered, refused = answers(name, port, SECRET, "wrong")
     assert answered == "policy@1"
     assert "Incorrect API key provided: the bearer token is missing or wrong" in refused
 
 
-def test_a_client_tries_again_when_there_is_too_much_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_tries_again_when_there_is_too_much_load(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request that fills the endpoint is answered as soon as the client was refused."""
-    policy, refuse, statuses = Held(), endpoint._refused, list[int]()
+    sampler, refuse, statuses = Sampler(), vllm_endpoint._refused, list[int]()
+    sampler.allowed.clear()
 
     async def refused(request: Any, error: Any) -> Any:
         statuses.append(error.status_code)
-        policy.first.set_result(Ready().submit((1,), Sampling(1)).result())
+        sampler.allowed.set()
         return await refuse(request, error)
 
-    monkeypatch.setattr(endpoint, "_refused", refused)
-    with served(policy, most_tokens=70) as port, socket.create_connection(("127.0.0.1", port)) as other:
-        other.sendall(request(json.dumps({"messages": ASK}).encode()))
-        assert policy.is_asked.wait(60)
-        assert answers(name, port, SECRET) == ["policy@1"]
+    monkeypatch.setattr(vllm_endpoint, "_refused", refused)
+    monkeypatch.setattr(serving, "_MOST_BODIES", serving._PIECE)
+    with served(tmp_path, sampler) as port, socket.create_connection(("127.0.0.1", port)) as other:
+        other.sendall(request(body_of(1, metadata={"a": "x" * LONG})))
+        until(lambda: sampler.requests)
+        assert answers(name, port, SECRET, length=LONG) == ["policy@1"]
     assert statuses == [429]

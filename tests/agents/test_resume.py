@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from deepspeed_compress import initialize
-from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.grpo import Sample
-from deepspeed_compress.agents.learner import Learner, LearnerSettings
+from deepspeed_compress.agents.learner import Checkpoints, Learner, LearnerSettings
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver
 from tests.agents.models import PAD, network
 from tests.agents.steps import samples

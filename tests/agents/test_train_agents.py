@@ -53,7 +53,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 @contextmanager
 def running(directory: Path, **programs: str) -> Iterator["subprocess.Popen[str]"]:
     """Run the program, with other programs in place of its own ones."""
-    for name, text in ({"serve": SLEEP, "agent": FAMILY, "learn": RANK} | programs).items():
+    for name, text in ({"sampler": SLEEP, "agent": FAMILY, "learn": RANK} | programs).items():
         file = directory / "fakes" / "launch" / "agents" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -98,7 +98,7 @@ def test_no_process_outlives_a_training_that_fails_and_its_first_error_is_shown(
 
 @pytest.mark.slow
 def test_training_does_not_wait_for_an_endpoint_that_has_failed(tmp_path: Path) -> None:
-    with running(tmp_path, serve="raise ImportError('no uvicorn')") as process:
+    with running(tmp_path, sampler="raise ImportError('no uvicorn')") as process:
         _, errors = process.communicate(timeout=PATIENCE)
         assert "training was ended, because endpoint ended with exit code 1: ImportError: no uvicorn" in errors
         wait_until(lambda: not marked(str(tmp_path)))

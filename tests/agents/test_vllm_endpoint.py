@@ -1,10 +1,9 @@
 """Endpoint in front of a vLLM server: labels of versions, and updates between requests. The server is another one."""
 
-import json
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,64 +18,15 @@ from deepspeed_compress.agents.vllm_endpoint import ServerWeights, make_vllm_end
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher
 from tests.support import http_servers
+from tests.support.endpoints import CHAT, SECRET, Engine, Sampler, first_weights
 
 QUESTION = {"messages": [{"role": "user", "content": "1+1="}]}
 
 
-class Server(ThreadingHTTPServer):
-    """Server of completions. It waits for `allowed` before it answers.
-
-    Attributes:
-        requests: bodies of the requests, as they came.
-        status: status of all answers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[dict[str, Any]] = []
-        self.allowed, self.status = threading.Event(), 200
-        self.allowed.set()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http_servers.Handler, BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        self.server.requests.append(self.read_json())
-        assert self.server.allowed.wait(60)
-        data = json.dumps({"model": "policy", "choices": [{"token_ids": [1]}], "prompt_token_ids": [0]}).encode()
-        self.answer(data, self.server.status)
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with http_servers.serving(found := Server()):
+def server() -> Iterator[Sampler]:
+    with http_servers.serving(found := Sampler()):
         yield found
-
-
-class Engine:
-    """Control of the weights of a server, which fails to load version `bad`.
-
-    Attributes:
-        calls: what it was told.
-    """
-
-    def __init__(self, bad: int = 0) -> None:
-        self.bad, self.calls = bad, list[Any]()
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.calls.append(init_info)
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.calls.append(update_info["version"])
-        if update_info["version"] == self.bad:
-            raise RolloutError("it cannot be loaded")
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append(weight_version)
 
 
 class Job:
@@ -95,10 +45,10 @@ class Job:
         self.publisher.publish()
 
     def ask(self, **fields: Any) -> Any:
-        return self.client.post("/v1/chat/completions", json=QUESTION | fields)
+        return self.client.post(CHAT, json=QUESTION | fields)
 
 
-def test_answers_name_the_version_that_has_sampled_them(server: Server, tmp_path: Path) -> None:
+def test_answers_name_the_version_that_has_sampled_them(server: Sampler, tmp_path: Path) -> None:
     job = Job(tmp_path, server.url)
     with job.client:
         assert not job.weights.update()
@@ -111,13 +61,13 @@ def test_answers_name_the_version_that_has_sampled_them(server: Server, tmp_path
             assert job.client.get("/version").json() == {"version": version}
             answer = job.ask(max_tokens=3, logprobs=True)
             assert answer.json()["model"] == f"policy@{version}"
-            assert answer.json()["choices"] == [{"token_ids": [1]}]
+            assert answer.json()["choices"][0]["token_ids"] == [1] * 3
     added = {"model": "policy", "return_token_ids": True}
     assert server.requests == [QUESTION | {"max_tokens": 3, "logprobs": True} | added] * 2
     assert job.engine.calls == [{"place": str(tmp_path)}, 1, "1", 2, "2"]
 
 
-def test_an_update_waits_for_requests_and_requests_for_an_update(server: Server, tmp_path: Path) -> None:
+def test_an_update_waits_for_requests_and_requests_for_an_update(server: Sampler, tmp_path: Path) -> None:
     job = Job(tmp_path, server.url)
     job.publish()
     job.weights.update()
@@ -140,7 +90,7 @@ def test_an_update_waits_for_requests_and_requests_for_an_update(server: Server,
         assert later.result().json()["model"] == "policy@2"
 
 
-def test_what_cannot_be_answered_is_refused(server: Server, tmp_path: Path) -> None:
+def test_what_cannot_be_answered_is_refused(server: Sampler, tmp_path: Path) -> None:
     job = Job(tmp_path, server.url)
     job.publish()
     job.weights.update()
@@ -159,7 +109,7 @@ def test_what_cannot_be_answered_is_refused(server: Server, tmp_path: Path) -> N
     assert "ConnectError" in answer.json()["error"]["message"]
 
 
-def test_a_version_that_cannot_be_loaded_ends_the_following(server: Server, tmp_path: Path) -> None:
+def test_a_version_that_cannot_be_loaded_ends_the_following(server: Sampler, tmp_path: Path) -> None:
     job, stopped = Job(tmp_path, server.url, bad=2), threading.Event()
     job.publish()
     with ThreadPoolExecutor(1) as thread:
@@ -170,3 +120,68 @@ def test_a_version_that_cannot_be_loaded_ends_the_following(server: Server, tmp_
         with pytest.raises(RolloutError, match="it cannot be loaded"):
             following.result(60)
     assert job.weights.version is None
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> TestClient:
+    """Return a client of an endpoint with a secret, in front of a server that is gone."""
+    return TestClient(make_vllm_endpoint("http://127.0.0.1:9", first_weights(tmp_path), secret=SECRET))
+
+
+RIGHT = {"Authorization": f"Bearer {SECRET}"}
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}])
+def test_requests_need_the_secret(header: dict[str, str], guarded: TestClient) -> None:
+    refused = guarded.get("/version", headers=header)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "invalid_request_error")
+    assert guarded.get("/version", headers=RIGHT).json() == {"version": 1}
+
+
+def test_a_body_without_the_secret_is_not_read(guarded: TestClient) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    asyncio.run(guarded.app(scope, receive, send))
+    assert sent[0]["status"] == 401
+
+
+def test_an_unknown_method_is_refused_with_the_known_one(guarded: TestClient) -> None:
+    refused = guarded.get(CHAT, headers=RIGHT)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_body_that_is_too_large_is_refused(
+    chunked: bool, guarded: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed_compress.agents.serving._LARGEST_BODY", 1000)
+    body: Any = iter([b"1" * 600] * 2) if chunked else b"1" * 1200
+    refused = guarded.post(CHAT, content=body, headers={"Content-Type": "application/json", **RIGHT})
+    assert (refused.status_code, "more than 1000 bytes" in refused.json()["error"]["message"]) == (413, True)
+
+
+def test_an_unknown_model_is_refused_as_by_openai(server: Sampler, tmp_path: Path) -> None:
+    job = Job(tmp_path, server.url)
+    job.publish()
+    job.weights.update()
+    with job.client:
+        refused = job.ask(model="gpt-5")
+        message = '/model: "gpt-5" does not exist (allowed: "policy")'
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "model_not_found"}
+        assert (refused.status_code, refused.json()) == (404, {"error": error})
+        for one in job.client.get("/v1/models").json()["data"]:
+            assert job.ask(model=one["id"]).status_code == 200
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{", "1"])
+def test_a_body_that_is_no_object_is_refused(body: str, guarded: TestClient) -> None:
+    refused = guarded.post(CHAT, content=body, headers={"Content-Type": "application/json", **RIGHT})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -3,11 +3,10 @@
 import contextlib
 import http.client
 import json
-import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,20 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install -e .[http]")
 
-from deepspeed_compress.agents.policy import Policy
-from tests.agents.models import END, PAD, network
-from tests.agents.test_policy import held_until
-from tests.support.endpoints import CHAT, SECRET, Ready, body_of, head_of, request, served
+from tests.support.endpoints import CHAT, SECRET, Sampler, body_of, head_of, request, served
 from tests.support.processes import resident_memory
 from tests.support.siege import besieged, drip, medians, open_unread, serving_process
 
 DESCRIPTORS = 1024
 SERVE = """
 import socket, sys
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from deepspeed_compress.agents.endpoint import make_endpoint
-from deepspeed_compress.agents.policy import Policy
-from deepspeed_compress.agents.serving import make_server
-from launch.agents.sums import END, PAD, make_tokenizer
-torch.set_num_threads(1)
-sizes = {"n_positions": 8192, "n_embd": 32, "n_layer": 2, "n_head": 4}
-model = GPT2LMHeadModel(GPT2Config(vocab_size=END + 1, bos_token_id=END, eos_token_id=None, **sizes)).eval()
-with socket.create_server(("127.0.0.1", 0)) as listening:
-    server = make_server(make_endpoint(Policy(model, PAD, None), make_tokenizer(), secret=sys.argv[1]), "127.0.0.1", 0)
-    print(listening.getsockname()[1], flush=True)
-    server.run([listening])
+from pathlib import Path
+from tests.support.endpoints import Sampler, served
+with served(Path(sys.argv[1]), Sampler(seconds=0.002)) as port:
+    print(port, flush=True)
+    sys.stdin.read()
 """
-"""Program with an endpoint whose completions have as many tokens as are asked for."""
+"""Program with an endpoint in front of a server that samples for 2 ms per token."""
 
 
 HONEST = request(body_of(16))
@@ -98,7 +86,7 @@ def endpoint(tmp_path: Path) -> Iterator[tuple[int, int]]:
     """Yield the id of a process with an endpoint, and its port. Whatever is sent to it, its log must stay short."""
     with (
         (tmp_path / "log").open("wb") as log,
-        serving_process(SERVE, SECRET, log=log, descriptors=DESCRIPTORS) as (process, port),
+        serving_process(SERVE, tmp_path / "weights", log=log, descriptors=DESCRIPTORS) as (process, port),
     ):
         check_answered(port)
         yield process, port
@@ -110,8 +98,8 @@ def test_a_client_waits_at_most_twice_as_long_while_an_endpoint_is_attacked(endp
     process, port = endpoint
     before = resident_memory(process)
     alone, under = medians(lambda: check_answered(port), lambda: attacked(port))
-    # See docs/security.md: 0.2 MB for each connection, and 1 KB for each of the tokens of those that are abandoned.
-    assert resident_memory(process) - before < 800 * 0.2e6 + 20 * 8000 * 1e3
+    # See docs/security.md: 0.2 MB for each connection.
+    assert resident_memory(process) - before < 800 * 0.2e6
     assert under <= 2 * alone
 
 
@@ -129,59 +117,52 @@ def is_closed(there: socket.socket, within: float) -> bool:
 
 
 @pytest.mark.parametrize("begun", [b"", HONEST[:40], HONEST[:-1], HONEST + HONEST[:40]], ids=len)
-def test_a_client_that_does_not_send_a_whole_request_in_time_is_disconnected(begun: bytes) -> None:
-    with served(Ready(), patience=0.5) as port, socket.create_connection(("127.0.0.1", port)) as there:
+def test_a_client_that_does_not_send_a_whole_request_in_time_is_disconnected(begun: bytes, tmp_path: Path) -> None:
+    with served(tmp_path, Sampler(), patience=0.5) as port, socket.create_connection(("127.0.0.1", port)) as there:
         there.sendall(begun)
         assert not is_closed(there, 0.3)
         assert is_closed(there, 60.0)
         check_answered(port)
 
 
-def test_answers_take_as_long_as_they_take() -> None:
-    held = threading.Event()
-    policy = Policy(network(), PAD, END, held_until(held))
-    with served(policy, patience=0.3) as port, socket.create_connection(("127.0.0.1", port)) as there:
+def test_answers_take_as_long_as_they_take(tmp_path: Path) -> None:
+    sampler = Sampler()
+    sampler.allowed.clear()
+    with served(tmp_path, sampler, patience=0.3) as port, socket.create_connection(("127.0.0.1", port)) as there:
         there.sendall(request(body_of(2)))
         assert not is_closed(there, 1.5)
-        held.set()
+        sampler.allowed.set()
         there.settimeout(60)
         assert there.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
-    policy.stop()
 
 
-def test_the_client_that_has_waited_longest_makes_room_for_a_new_one() -> None:
-    with served(Ready(), most=4) as port, contextlib.ExitStack() as clients:
+def test_the_client_that_has_waited_longest_makes_room_for_a_new_one(tmp_path: Path) -> None:
+    with served(tmp_path, Sampler(), most=4) as port, contextlib.ExitStack() as clients:
         crowd = [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(4)]
         for _ in range(3):
             check_answered(port)
         assert [is_closed(there, 0.2) for there in crowd] == [True, False, False, False]
 
 
-def test_clients_that_do_not_read_cost_bounded_memory_and_are_disconnected() -> None:
-    """Their answers would have 600 MB."""
-    body = body_of(25_000, n=4)
-    with served(Ready(), patience=3.0, most_tokens=300_000) as port, contextlib.ExitStack() as unread:
+def test_clients_that_do_not_read_are_disconnected(tmp_path: Path) -> None:
+    """Each of their answers has 3 MB, of which the server sends what a connection takes."""
+    with served(tmp_path, Sampler(), patience=1.0) as port, contextlib.ExitStack() as unread:
+        crowd = [unread.enter_context(open_unread(port, request(body_of(1_000_000)))) for _ in range(16)]
         check_answered(port)
-        before = resident_memory(os.getpid())
-        begun = time.monotonic()
-        for _ in range(64):
-            unread.enter_context(open_unread(port, request(body)))
-        while ask(port, body)[0] != 429:
-            assert time.monotonic() < begun + 3.0
+        time.sleep(10.0)
+        sizes = [sum(map(len, iter(partial(there.recv, 1 << 16), b""))) for there in crowd]
+        assert max(sizes) < 3_000_000
         check_answered(port)
-        assert resident_memory(os.getpid()) - before < 300_000 * 1e3
-        while ask(port, body)[0] != 200:
-            assert time.monotonic() < begun + 60.0
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_bodies_in_flight_are_bounded(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_compress.agents.endpoint._MOST_BODIES", 1 << 20)
+def test_bodies_in_flight_are_bounded(chunked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_compress.agents.serving._MOST_BODIES", 1 << 20)
     size, large = 7 << 17, body_of(16, metadata={"a": "x" * (1 << 18)})
     head, body = head_of(size), b"1" * (size - 1)
     if chunked:
         head = head.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nX") + f"{size:x}\r\n".encode()
-    with served(Ready()) as port, socket.create_connection(("127.0.0.1", port)) as there:
+    with served(tmp_path, Sampler()) as port, socket.create_connection(("127.0.0.1", port)) as there:
         assert ask(port, large)[0] == 200
         there.sendall(head + body)
         time.sleep(0.5)
@@ -194,12 +175,21 @@ def test_bodies_in_flight_are_bounded(chunked: bool, monkeypatch: pytest.MonkeyP
         assert status == 200
 
 
-STATUSES = {400, 401, 404, 413, 429, 503}
+STATUSES = {400, 404}
 CONTENTS = ('"\\ud800"', '"\\u0000"', "1e999", "-1", "9" * 5000, "NaN", "[" * 3000 + "]" * 3000, "null", "{}", '[""]')
 
 
-def test_forged_requests_get_errors_of_openais_form() -> None:
-    """Errors name what is wrong, and never are those of the server."""
+def is_passed_on(body: bytes) -> bool:
+    """Return True if nothing but vLLM can find a problem in a request."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and fields.get("model") in (None, "policy") and not fields.get("stream")
+
+
+def test_forged_requests_get_errors_of_openais_form(tmp_path: Path) -> None:
+    """Errors name what is wrong, and never are those of the server. Most fields are left to vLLM."""
     message = {"role": "user", "content": "1"}
     fields = ("model", "messages", "max_tokens", "temperature", "n", "stop", "tools", "stream", "seed", "x")
     bodies = [b"", b"null", b"\xff", b'{"messages"', b"[]", b"{}", body_of(10**6), body_of(16, n=129)]
@@ -207,13 +197,11 @@ def test_forged_requests_get_errors_of_openais_form() -> None:
         bodies += [f'{{"messages": [{json.dumps(message)}], "{field}": {content}}}'.encode() for content in CONTENTS]
     for content in CONTENTS:
         bodies.append(f'{{"messages": [{{"role": {content}, "content": {content}}}]}}'.encode())
-    refused = 0
-    with served(Ready()) as port:
+    with served(tmp_path, Sampler()) as port:
         for body in bodies:
             status, answer = ask(port, body)
+            assert (status == 200) == is_passed_on(body), (body[:200], answer)
             if status != 200:
-                refused += 1
                 assert status in STATUSES, (body[:200], answer)
                 assert {*answer["error"]} == {"message", "type", "param", "code"}
                 assert isinstance(answer["error"]["message"], str)
-    assert refused > len(bodies) / 2

@@ -23,9 +23,8 @@ pytest.importorskip("agentlightning", reason="agentlightning is not installed: p
 from agentlightning import Triplet
 
 from deepspeed_compress import initialize
-from deepspeed_compress.agents.checkpoints import Checkpoints
 from deepspeed_compress.agents.grpo import Sample
-from deepspeed_compress.agents.learner import Learned, Learner, LearnerSettings
+from deepspeed_compress.agents.learner import Checkpoints, Learned, Learner, LearnerSettings
 from deepspeed_compress.errors import RolloutError
 from deepspeed_compress.integrations import agent_lightning
 from deepspeed_compress.integrations.agent_lightning import (
@@ -150,7 +149,7 @@ def run(world: World, plan: RolloutPlan, monkeypatch: pytest.MonkeyPatch, told: 
 
     monkeypatch.setattr(Endpoint, "version", version)
     monkeypatch.setattr(agent_lightning, "POLL_S", 0.0)
-    monkeypatch.setattr(agent_lightning, "_shared", passed.append)
+    monkeypatch.setattr(agent_lightning, "of_first", passed.append)
     algorithm = DeepSpeedAlgorithm(
         world, world.publish, world.version, Endpoint("http://nowhere"), plan, world.figures.append
     )

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import deepspeed_compress
-from deepspeed_compress.agents.generation import Sampling, complete
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.rollout import DirectoryStore, Receiver, open_store
 from deepspeed_compress.rollout.module_weights import make_holder
+from launch.agents.sampler import complete
 from tests.integrations.trainers import AUTO, INT4, LENGTH, WORDS, forget_accelerate, network, sentences
 from tests.support import http_servers
 from tests.support.forks import run_forks
@@ -184,7 +184,7 @@ class Server(ThreadingHTTPServer):
         self.calls.append("completions")
         model = self.adapters.get(request["model"], self.model)
         prompts = [one for one in request["prompt"] for _ in range(request["n"])]
-        found = complete(model, prompts, Sampling(request["max_tokens"], request["temperature"]), WORDS - 2, WORDS - 1)
+        found = complete(model, tokenizer(), prompts, request["max_tokens"], request["temperature"])
         return [
             {
                 "prompt_token_ids": prompt,

@@ -196,7 +196,7 @@ def rescaled() -> Any:
 @pytest.mark.parametrize(
     ("make", "adapters", "problem"),
     [
-        (make_base, "alone", "LlamaForCausalLM has no active LoRA adapter of PEFT: leave it out"),
+        (make_base, "alone", 'LlamaForCausalLM has no active LoRA adapter of PEFT: leave "adapters" out'),
         (lambda: adapt(make_base(), use_dora=True), "alone", "the variant DoraLinearVariant of LoRA"),
         (lambda: adapt(make_base(), use_dora=True), "merged", "the variant DoraLinearVariant of LoRA"),
         (lambda: adapt(make_base(attention_bias=True), lora_bias=True), "merged", "biases of its own (lora_bias)"),
@@ -205,7 +205,7 @@ def rescaled() -> Any:
         (lambda: adapt(make_base(tie_word_embeddings=True), target_modules=["lm_head"]), "merged", "embed_tokens"),
         (with_trained_norm, "alone", 'norm.weight" is trained, but is no part of the adapter'),
         (lambda: adapt(make_base(), modules_to_save=["lm_head"]), "alone", "is trained, but is no part"),
-        (rescaled, "alone", "is multiplied by 4.5, but engines have one factor (1.5)"),
+        (rescaled, "alone", "is multiplied by 4.5, but engines by 1.5 in all layers"),
         (lambda: adapt(make_base(), alpha_pattern={"q_proj": 1}), "alone", "is multiplied by 0.25"),
         (lambda: adapt(make_base(), init_lora_weights="pissa"), "alone", "'pissa' has changed the base"),
         (lambda: adapt(make_base(), trainable_token_indices=[1]), "merged", "trainable_token_indices are not"),
@@ -222,7 +222,7 @@ def test_a_quantized_base_may_have_an_adapter_alone(tmp_path: Path) -> None:
 
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     store, other = DirectoryStore(tmp_path), "apart"
-    with pytest.raises(ConfigError, match=r"adapters 'apart' is not known \(allowed: alone, merged, or None\)"):
+    with pytest.raises(ConfigError, match=r"adapters 'apart' is not known \(allowed: alone, merged, None\)"):
         Publisher(adapt(make_base()), store, adapters=other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="names has no effect with adapters"):
         Publisher(adapt(make_base()), store, names={"a": "b"}, adapters="alone")

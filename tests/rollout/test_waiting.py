@@ -1,6 +1,7 @@
-"""Updates that are interrupted while they wait for requests, and changes that do not fit into memory."""
+"""Updates that wait for requests or for a store that is away, and changes that do not fit into memory."""
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from deepspeed_compress.backends.deepspeed.rollout import _open
 from deepspeed_compress.errors import ConfigError, RolloutError
 from deepspeed_compress.rollout import DirectoryStore, Publisher, Receiver, receiver
+from deepspeed_compress.rollout.receiver import Updates
 from deepspeed_compress.rollout.request_lock import RequestLock
 
 
@@ -124,3 +126,52 @@ def test_many_changes_are_fetched_part_by_part(
 def test_a_place_that_cannot_be_used_is_refused_by_its_key(place: str) -> None:
     with pytest.raises(ConfigError, match=rf"/deepspeed_compress/rollout/directory: '{place}' cannot be used: "):
         _open(place)
+
+
+class Away:
+    """Weights whose store can be away, and takes as long as told to. If they break, they are incomplete."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.away, self.breaks, self.seconds, self.calls = False, False, 0.0, 0
+        self.now = 0.0
+
+    def update(self) -> None:
+        self.calls += 1
+        self.now += self.seconds
+        if self.breaks:
+            self.version = None
+        if self.away:
+            raise ConnectionError("the store is away")
+        self.version = (self.version or 0) + 1
+
+
+def test_the_held_version_stays_in_use_while_the_store_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    weights = Away()
+    updates = Updates(weights)
+    with caplog.at_level(logging.WARNING):
+        assert updates() == 1
+        weights.away = True
+        assert [updates() for _ in range(3)] == [1] * 3
+        [said] = [record.getMessage() for record in caplog.records]
+        assert said.endswith("version 1 goes on answering: the store is away")
+        weights.away, updates._next = False, 0.0
+        assert updates() == 2
+        weights.away = True
+        assert updates() == 2
+        assert len(caplog.records) == 2
+    weights.breaks, updates._next = True, 0.0
+    with pytest.raises(ConnectionError):
+        updates()
+
+
+def test_a_store_that_takes_long_to_fail_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Away()
+    monkeypatch.setattr(receiver.time, "monotonic", lambda: weights.now)
+    updates = Updates(weights)
+    assert updates() == 1
+    weights.away, weights.seconds = True, 8.0
+    for _ in range(100):
+        assert updates() == 1
+        weights.now += 1.0
+    assert weights.calls == 1 + 2
