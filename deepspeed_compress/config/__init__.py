@@ -32,3 +32,34 @@ from deepspeed_compress.config.places import (
 )
 from deepspeed_compress.config.schedules import brief, patched, settings_of, total_steps, written
 from deepspeed_compress.config.section import check_world, expand, find_missing, parse_section, with_preset
+
+__all__ = [
+    "SECTION",
+    "Activations",
+    "CompressConfig",
+    "CompressedGradients",
+    "CompressedWeights",
+    "Elastic",
+    "ErrorFeedbackConfig",
+    "ExpertActivations",
+    "GradientsConfig",
+    "Guard",
+    "Islands",
+    "MethodConfig",
+    "Outer",
+    "PowerSGDGradients",
+    "TensorActivations",
+    "WeightsConfig",
+    "brief",
+    "check_world",
+    "expand",
+    "find_missing",
+    "masked",
+    "parse_section",
+    "patched",
+    "read_ds_config",
+    "settings_of",
+    "total_steps",
+    "with_preset",
+    "written",
+]

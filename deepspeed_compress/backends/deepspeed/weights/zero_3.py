@@ -89,6 +89,8 @@ def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) ->
     if not _PREFETCH_KEYS & engine.config.get("zero_optimization", {}).keys():
         # DeepSpeed's default of 50 million would put most models into one message, for which the second layer would
         # wait. After `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
+        if _PREFETCH not in vars(coordinator):
+            raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
         numel = sum(parameter.ds_numel for parameter in engine.module.parameters())
         patches.replace(coordinator, _PREFETCH, min(vars(coordinator)[_PREFETCH], bucket_size(numel)))
     for parameter in engine.module.parameters():
