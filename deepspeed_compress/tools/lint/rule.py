@@ -98,6 +98,15 @@ class Context:
     model: Mapping[str, Any] | None = None
     """Content of the config.json of a Hugging Face model."""
 
+    @property
+    def hugging_face(self) -> bool:
+        """Return True if Hugging Face reads the configuration."""
+        return self.framework in ("hf", "accelerate")
+
+    def is_pipelined(self, document: Document) -> bool:
+        """Return True if the model is a pipeline. Hugging Face ignores the section `pipeline`, whatever it says."""
+        return not self.hugging_face if document.has("pipeline") else document.stages > 1
+
 
 Findings = Iterator[Diagnostic]
 Check = Callable[[Document, Context], Iterable[Diagnostic]]
@@ -165,7 +174,6 @@ def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
     return decorate
 
 
-HUGGING_FACE = frozenset({"hf", "accelerate"})
 ZERO = "zero_optimization"
 ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 """Optimizers that DeepSpeed no longer has."""
@@ -191,33 +199,7 @@ def corrected(document: Document, path: Path, what: str, value: object, title: s
     return finding(path, what, show(value), fix(title, replace(document, path, value)))
 
 
-def unknown_word(word: str, path: Path, names: Mapping[str, object], what: str, example: str) -> Diagnostic:
-    """Return a finding about a word that is none of `names`, with the one that was probably meant."""
+def meant(word: str, names: Iterable[str], otherwise: str) -> str:
+    """Return what to write instead of `word`: the one of `names` that was probably meant, or else `otherwise`."""
     close = closest(word, names)
-    return finding(path, what, f"{example}, for instance" if close is None else _if_meant(close))
-
-
-def unknown_parameter(path: Path, names: Mapping[str, object] | frozenset[str], what: str) -> Diagnostic:
-    """Return a finding about a key that is none of `names`, with the one that was probably meant."""
-    close = closest(str(path[-1]), names)
-    return key_finding(path, what, "nothing: remove the key" if close is None else _if_meant(close))
-
-
-def _if_meant(name: str) -> str:
-    return f'"{name}", if you meant that'
-
-
-def hugging_face(context: Context) -> bool:
-    """Return True if Hugging Face reads the configuration."""
-    return context.framework in HUGGING_FACE
-
-
-def is_pipelined(document: Document, context: Context) -> bool:
-    """Return True if the model is a pipeline. Hugging Face ignores the section `pipeline`, whatever it says."""
-    return not hugging_face(context) if document.has("pipeline") else document.stages > 1
-
-
-def text_model(model: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the configuration of a model's text part, which is the whole of most models."""
-    text = (model or {}).get("text_config")
-    return text if isinstance(text, dict) else model or {}
+    return otherwise if close is None else f'"{close}", if you meant that'

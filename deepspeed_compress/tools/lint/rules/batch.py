@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, is_pipelined, rule
+from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, rule
 from deepspeed_compress.tools.lint.values import AUTO, integer, number, show
 
 _TRAIN = "train_batch_size"
@@ -361,7 +361,7 @@ def unmanaged_accumulation(document: Document, context: Context) -> Findings:
     others = {
         "overlap_comm below stage 2": document.is_true(ZERO, "overlap_comm") and document.stage in (0, 1),
         "DeepCompile": document.is_true("compile", "deepcompile"),
-        "a pipeline": is_pipelined(document, context),
+        "a pipeline": context.is_pipelined(document),
     }
     managed = document.get("managed_gradient_accumulation", default=True) is not False
     for other in (name for name, is_used in others.items() if is_used and not managed):

@@ -6,16 +6,7 @@ from typing import Any
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import (
-    BUCKETS,
-    ZERO,
-    Context,
-    Findings,
-    finding,
-    hugging_face,
-    key_finding,
-    rule,
-)
+from deepspeed_compress.tools.lint.rule import BUCKETS, ZERO, Context, Findings, finding, key_finding, rule
 from deepspeed_compress.tools.lint.values import AUTO, leaves, name, show, truth
 
 _CALCULATED: Mapping[Path, str] = {
@@ -38,7 +29,7 @@ def hf_needs_zero_section(document: Document, context: Context) -> Findings:
     Proof: raises Please specify the ZeRO optimization config
     """
     # DeepSpeed's autotuner adds the section to the configurations that it tries.
-    if hugging_face(context) and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
+    if context.hugging_face and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
         what = "zero_optimization is missing, without which Accelerate stops"
         yield finding((ZERO,), what, f'"{ZERO}": {{"stage": 0}}, or another stage')
 
@@ -64,7 +55,7 @@ def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf", "model": {"num_attention_heads": 4}}
     Proof: raises neither `hidden_size` nor `hidden_sizes`
     """
-    if context.model is None or not hugging_face(context) or _hidden_size(context.model, context.framework):
+    if context.model is None or not context.hugging_face or _hidden_size(context.model, context.framework):
         return
     for bucket in BUCKETS:
         if document.get(ZERO, bucket) == AUTO:
@@ -107,7 +98,7 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Finding
     Proof: accepts save_model writes no weights that from_pretrained reads
     """
     names = (_GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    if hugging_face(context) and document.stage == 3 and not any(document.has(ZERO, key) for key in names):
+    if context.hugging_face and document.stage == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
         yield key_finding((ZERO,), what, f'"{_GATHER}": true as well, or run zero_to_fp32.py afterwards')
 
@@ -126,7 +117,7 @@ def hf_no_clipping(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: accepts gradients are clipped by DeepSpeed's default, whatever the arguments say
     """
-    if hugging_face(context) and not document.has("gradient_clipping"):
+    if context.hugging_face and not document.has("gradient_clipping"):
         what = "without gradient_clipping DeepSpeed's default clips, whatever max_grad_norm and clip_grad_norm_ say"
         value: object = AUTO if context.framework == "hf" else 1.0
         remark = ", which is max_grad_norm" if value == AUTO else _WITH_ACCELERATE
@@ -159,7 +150,7 @@ def hf_section_unused(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: accepts the section has no effect
     """
-    for key, instead in _UNUSED.items() if hugging_face(context) else ():
+    for key, instead in _UNUSED.items() if context.hugging_face else ():
         asked = key == "pipeline" or any(value not in (False, None, 0) for value in document.section(key).values())
         if isinstance(document.get(key), dict) and asked:
             yield key_finding((key,), f"{key} has no effect: no Hugging Face model reads it", instead)

@@ -6,17 +6,7 @@ from deepspeed_compress.diagnostics import Fix, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import Key, closest, keys, known_values
-from deepspeed_compress.tools.lint.rule import (
-    ONE_BIT,
-    ZERO,
-    Context,
-    Findings,
-    corrected,
-    finding,
-    hugging_face,
-    key_finding,
-    rule,
-)
+from deepspeed_compress.tools.lint.rule import ONE_BIT, ZERO, Context, Findings, corrected, finding, key_finding, rule
 from deepspeed_compress.tools.lint.values import show, truth
 
 
@@ -224,7 +214,7 @@ def section_not_enabled(document: Document, context: Context) -> Findings:
     for part in _OPTIONAL:
         settings = document.section(part)
         # A misspelled "enabled" has its own finding.
-        if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
+        if settings and "enabled" not in settings and not any(closest(key, ["enabled"]) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
             yield key_finding((part,), what, '"enabled": true as well')
 
@@ -265,7 +255,7 @@ def inert_key(document: Document, context: Context) -> Findings:
     """
     for path, instead in _INERT:
         # Hugging Face does not read this section at all, which another rule reports.
-        if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
+        if document.has(*path) and not (path[0] == "pipeline" and context.hugging_face):
             yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never uses it', instead)
 
 

@@ -3,7 +3,7 @@
 from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, key_finding, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, key_finding, rule
 from deepspeed_compress.tools.lint.values import name
 
 _SAME_AS = {
@@ -61,7 +61,7 @@ def _is_foreign(document: Document, strict: bool) -> bool:
 
 def _unread(section: Section, context: Context) -> bool:
     """Return True if another rule reports that the whole section is not read."""
-    return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
+    return context.hugging_face and section.path in (("pipeline",), ("activation_checkpointing",))
 
 
 def _title(section: Path) -> str:

@@ -6,16 +6,7 @@ from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import closest, keys, known_values
-from deepspeed_compress.tools.lint.rule import (
-    ONE_BIT,
-    Context,
-    Findings,
-    finding,
-    key_finding,
-    rule,
-    unknown_parameter,
-    unknown_word,
-)
+from deepspeed_compress.tools.lint.rule import ONE_BIT, Context, Findings, finding, key_finding, meant, rule
 from deepspeed_compress.tools.lint.rules.schedulers import OWN, scheduler_name
 from deepspeed_compress.tools.lint.values import means_auto, number, show, text_number
 
@@ -53,9 +44,9 @@ def unknown_optimizer(document: Document, context: Context) -> Findings:
     value = document.get(*_TYPE)
     removed = isinstance(value, str) and value.lower() in ONE_BIT
     if value is not None and not removed and known_optimizer(document) is None:
-        names = {name: None for name in keys().optimizers if "+" not in name}
+        names = [name for name in keys().optimizers if "+" not in name]
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
-        yield unknown_word(document.string(*_TYPE), _TYPE, names, what, '"AdamW"')
+        yield finding(_TYPE, what, meant(document.string(*_TYPE), names, '"AdamW", for instance'))
 
 
 @rule("DSC503", "warning")
@@ -89,7 +80,7 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     for key in document.params("optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
-            yield unknown_parameter((*_PARAMS, key), names, what)
+            yield key_finding((*_PARAMS, key), what, meant(key, names, "nothing: remove the key"))
 
 
 @rule("DSC510", "warning")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Findings, finding, hugging_face, key_finding, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, finding, key_finding, rule
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig
@@ -270,7 +270,7 @@ def compress_needs_install(document: Document, context: Context) -> Findings:
     Context: {"framework": "accelerate"}
     Proof: accepts gradients travel uncompressed unless the program calls deepspeed_compress.install()
     """
-    if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
+    if isinstance(document.get(OUR_SECTION), dict) and context.hugging_face:
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
         instead = "ds-compress run in front of the script, or deepspeed_compress.install() at its beginning"
         yield key_finding((OUR_SECTION,), what, instead)

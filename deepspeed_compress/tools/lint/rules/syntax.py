@@ -5,7 +5,7 @@ import re
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove
-from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -88,7 +88,7 @@ def hjson_only_syntax(document: Document, context: Context) -> Findings:
     Proof: raises JSONDecodeError|Expecting|Illegal|not a valid base64|neither
     """
     # One finding for each kind, at its first place, because such files have many.
-    if not (hugging_face(context) or context.framework == "lightning"):
+    if not (context.hugging_face or context.framework == "lightning"):
         return
     reader = "Lightning" if context.framework == "lightning" else "Hugging Face"
     for kind in dict.fromkeys(extension.kind for extension in document.extensions):

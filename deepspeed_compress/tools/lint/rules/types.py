@@ -1,5 +1,6 @@
 """Rules on types: values that are refused, silently converted, misinterpreted, or in place of a section."""
 
+import operator
 from collections.abc import Iterator, Mapping
 
 from deepspeed_compress.diagnostics import Path
@@ -8,16 +9,7 @@ from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import READ_RAW, ZERO, Context, Findings, corrected, finding, rule
 from deepspeed_compress.tools.lint.rules.optimizer import not_numbers
-from deepspeed_compress.tools.lint.values import (
-    AUTO,
-    integer,
-    listed,
-    means_auto,
-    number,
-    show,
-    text_number,
-    truth,
-)
+from deepspeed_compress.tools.lint.values import AUTO, integer, listed, means_auto, number, show, text_number, truth
 
 _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
@@ -39,20 +31,6 @@ def misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, Me
             yield path, key, member
 
 
-def _boolean_text(path: Path, key: Key, member: Member) -> bool | None:
-    """Return the boolean that a string in place of a boolean stands for, or None."""
-    is_text = member.value.kind == "string" and "boolean" in key.kinds
-    return truth(member.value.value) if is_text else None
-
-
-def _meant_number(key: Key, member: Member) -> float | None:
-    """Return the number that a string in place of a number stands for, or None."""
-    value = member.value.value
-    if member.value.kind != "string" or not _NUMERIC & {*key.kinds}:
-        return None
-    return text_number(value) if "number" in key.kinds else integer(value)
-
-
 @rule("DSC010", "warning")
 def text_converted(document: Document, context: Context) -> Findings:
     """A boolean or a number is written as text, in a section that converts it.
@@ -66,12 +44,13 @@ def text_converted(document: Document, context: Context) -> Findings:
     Proof: accepts other readers of the file may take the text for false
     """
     for path, key, member in misfits(document, strict=True):
-        meant: float | None = _boolean_text(path, key, member)
-        if meant is None:
-            found = _meant_number(key, member) if path not in READ_RAW else None
+        value = member.value.value
+        meant: float | None = truth(value) if "boolean" in key.kinds else None
+        if meant is None and _NUMERIC & {*key.kinds} and path not in READ_RAW:
+            found = text_number(value) if "number" in key.kinds else integer(value)
             meant = found if not key.choices or found in key.choices else None
-        if meant is not None:
-            what = f"{show(member.value.value)} is text (allowed: {' or '.join(key.kinds)})"
+        if isinstance(value, str) and meant is not None:
+            what = f"{show(value)} is text (allowed: {' or '.join(key.kinds)})"
             yield corrected(document, path, what, meant, f"Write {show(meant)}")
 
 
@@ -150,16 +129,13 @@ def not_a_number(document: Document, context: Context) -> Findings:
         yield finding(path, what, f"a value of type {' or '.join(kinds)}")
 
 
-def _outside(value: float, limits: dict[str, float]) -> bool:
-    return (
-        value <= limits.get("above", float("-inf"))
-        or value < limits.get("least", float("-inf"))
-        or value >= limits.get("below", float("inf"))
-        or value > limits.get("most", float("inf"))
-    )
-
-
-_WORDS = {"above": "above", "least": "at least", "below": "below", "most": "at most"}
+_LIMITS = {
+    "above": ("above", operator.gt),
+    "least": ("at least", operator.ge),
+    "below": ("below", operator.lt),
+    "most": ("at most", operator.le),
+}
+"""Words for the limits of a key, with the comparisons that hold within them."""
 
 
 @rule("DSC016", "error")
@@ -176,8 +152,9 @@ def out_of_range(document: Document, context: Context) -> Findings:
     """
     for path, key, member in known_values(document, strict=True):
         value = number(member.value.value)
-        if value is not None and path != _STAGE and _outside(value, dict(key.limits)):
-            allowed = " and ".join(f"{_WORDS[word]} {show(limit)}" for word, limit in key.limits.items())
+        limits = [(*_LIMITS[name], limit) for name, limit in key.limits.items()]
+        if value is not None and path != _STAGE and not all(holds(value, limit) for _, holds, limit in limits):
+            allowed = " and ".join(f"{word} {show(limit)}" for word, _, limit in limits)
             yield finding(path, f"{show(value)} is out of range (allowed: {allowed})", f"a number {allowed}")
 
 
@@ -250,5 +227,5 @@ def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[
     """Yield sections that are "auto" if nothing drops the value. With a framework, DSC700 and DSC702 report them."""
     if context.framework in (None, "lightning"):
         for path, key, member in known_values(document, strict=False):
-            if key.kinds == ("object",) and means_auto(member.value.value) and path in keys().sections:
+            if key.kinds == ["object"] and means_auto(member.value.value) and path in keys().sections:
                 yield path, member
