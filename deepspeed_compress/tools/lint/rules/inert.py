@@ -9,12 +9,6 @@ from deepspeed_compress.tools.lint.keys import Key, closest, keys, known_values
 from deepspeed_compress.tools.lint.rule import ONE_BIT, ZERO, Context, Findings, corrected, finding, key_finding, rule
 from deepspeed_compress.tools.lint.values import show, truth
 
-
-def _off(value: object) -> bool:
-    """Return True if a removed feature was not used, so that removing its key changes nothing."""
-    return value is False or value is None or (isinstance(value, dict) and value.get("enabled") is False)
-
-
 _NOTHING = "nothing: remove the key"
 _HPZ = '"zero_hpz_partition_size" for weights that are partitioned inside a node'
 _OURS = '"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}, whose default has error feedback'
@@ -50,8 +44,9 @@ def removed_feature(document: Document, context: Context) -> Findings:
     for path, instead in _REMOVED.items():
         if document.has(*path):
             what = f'"{path[-1]}" was removed from DeepSpeed, which refuses it even if it is disabled'
-            removal = remove(document, path) if _off(document.get(*path)) else ()
-            correction = fix(f'Remove "{path[-1]}"', removal)
+            value = document.get(*path)
+            is_off = value is False or value is None or (isinstance(value, dict) and value.get("enabled") is False)
+            correction = fix(f'Remove "{path[-1]}"', remove(document, path) if is_off else ())
             yield key_finding(path, what, instead, correction)
 
 

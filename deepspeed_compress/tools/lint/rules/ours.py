@@ -194,13 +194,6 @@ def _active(document: Document) -> bool:
     return isinstance(ours, dict) and document.section(OUR_SECTION, "gradients").get("method") != "none"
 
 
-def _data_parallel(document: Document, context: Context) -> int | None:
-    if context.world_size is None:
-        return None
-    ranks, rest = divmod(context.world_size, document.stages * document.tensor_size)
-    return ranks if rest == 0 else None
-
-
 @rule("DSC905", "warning")
 def compress_single_rank(document: Document, context: Context) -> Findings:
     """There is only one data-parallel rank, so nothing is compressed.
@@ -214,7 +207,7 @@ def compress_single_rank(document: Document, context: Context) -> Findings:
     Context: {"world_size": 1}
     Proof: accepts nothing is sent, and so nothing is compressed
     """
-    if _active(document) and _data_parallel(document, context) == 1:
+    if _active(document) and context.world_size == document.stages * document.tensor_size:
         what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
         yield key_finding((OUR_SECTION,), what, '"method": "none", or start more ranks')
 

@@ -129,7 +129,8 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Findings
         text = document.text[extension.span.start : extension.span.end]
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
             what = f"without quotes the value is the rest of the line: {show(text)} (allowed: a string in quotes)"
-            yield Diagnostic(at(span=extension.span), what, write(_meant(text)))
+            word = _END_OF_VALUE.split(text, maxsplit=1)[0].strip()
+            yield Diagnostic(at(span=extension.span), what, write(_LITERALS.get(word, f'"{word}" in quotes')))
 
 
 _END_OF_VALUE = re.compile(r"[,}\]#;]|//")
@@ -140,9 +141,3 @@ _LITERALS = {
     **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "a finite number"),
 }
 """Literals of Python and JavaScript, with what to write instead."""
-
-
-def _meant(text: str) -> str:
-    """Return what to write instead of an unquoted string that includes the end of its line."""
-    word = _END_OF_VALUE.split(text, maxsplit=1)[0].strip()
-    return _LITERALS.get(word, f'"{word}" in quotes')

@@ -8,7 +8,8 @@ from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import READ_RAW, ZERO, Context, Findings, corrected, finding, rule
-from deepspeed_compress.tools.lint.rules.optimizer import not_numbers
+from deepspeed_compress.tools.lint.rules.optimizer import known_optimizer
+from deepspeed_compress.tools.lint.rules.schedulers import OWN, scheduler_name
 from deepspeed_compress.tools.lint.values import AUTO, integer, listed, means_auto, number, show, text_number, truth
 
 _NUMERIC = frozenset({"integer", "number"})
@@ -124,9 +125,49 @@ def not_a_number(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "gradient_accumulation_steps": 4}
     Proof: raises TypeError
     """
-    for path, kinds in not_numbers(document):
-        what = f"{show(document.get(*path))} has the wrong type (allowed: {' or '.join(kinds)})"
-        yield finding(path, what, f"a value of type {' or '.join(kinds)}")
+    # Numbers in text and "auto" are left to other rules. Booleans count as 0 and 1.
+    for path, kinds in _numbers_expected(document):
+        node = document.node(*path)
+        reported = node is not None and (means_auto(node.value) or text_number(node.value) is not None)
+        if node is not None and not reported and node.kind not in ("number", "bool", *kinds):
+            what = f"{show(node.value)} has the wrong type (allowed: {' or '.join(kinds)})"
+            yield finding(path, what, f"a value of type {' or '.join(kinds)}")
+
+
+_NUMBERS = frozenset(
+    {
+        *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "muon_lr", "adam_lr"),
+        *("alpha", "rho", "lambd", "t0", "momentum_decay", "beta2_decay", "d"),
+    }
+)
+"""Parameters of optimizers that are numbers."""
+_UNTRIED = frozenset({"lamb", "lion", "lion+offload", "adagrad+offload"})
+"""Optimizers whose kernels do not run on a CPU."""
+_ENDS = ("_lr", "lr_rate", "_step_rate", "_ratio", "_steps", "_size", "_count", "_iteration")
+"""Ends of the names of DeepSpeed's scheduler parameters that are numbers."""
+_MAY_BE_NULL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
+
+
+def _numbers_expected(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the paths of values with which DeepSpeed calculates, with the types that it accepts there.
+
+    Which keys accept null and arrays was found by running DeepSpeed with each.
+    """
+    reduced, profiled = document.stage == 0 or document.scatters, document.is_true("flops_profiler", "enabled")
+    for path, known, _ in known_values(document, strict=False):
+        is_read = profiled if path[0] == "flops_profiler" else len(path) == 1
+        unused = path[0] == "gradient_predivide_factor" and not reduced
+        if is_read and not unused and {"integer", "number"} & {*known.kinds}:
+            yield path, known.kinds
+    name = known_optimizer(document) or ""
+    for key in keys().optimizers.get(name, frozenset()) & _NUMBERS if name not in _UNTRIED else ():
+        if (name, key) != ("Adafactor", "eps"):  # two numbers
+            yield ("optimizer", "params", key), ("number",)
+    for key in document.params("scheduler") if scheduler_name(document) in OWN else ():
+        if key.endswith(_ENDS):
+            # A rate may be an array, with an item for each parameter group.
+            also = (*(["array"] if key.endswith("_lr") else []), *(["null"] if key in _MAY_BE_NULL else []))
+            yield ("scheduler", "params", key), ("number", *also)
 
 
 _LIMITS = {
