@@ -41,30 +41,32 @@ class Linted:
     detected: Framework | None
     """Framework, if only the file reveals it, or None."""
 
-    @property
-    def changed(self) -> bool:
-        return self.fixed.text != self.source.document.text
-
 
 def run(options: argparse.Namespace) -> int:
-    """Lint, and return the exit code: 0 without serious findings, 1 with them."""
+    """Lint, write corrections and findings, and return the exit code: 0 without serious findings, 1 with them."""
+    linted = _lint_files(options)
+    for note in _notes(linted, options):
+        print(f"ds-compress: {visible(note)}", file=sys.stderr)
+    for result in linted:
+        if result.fixed.text != result.source.document.text:
+            _replace_content(Path(result.source.path), result.fixed.text.encode())
+    findings = tuple(one for result in linted for one in result.fixed.remaining)
+    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    report = Report(findings, len(linted), RULES, sum(result.fixed.count for result in linted), has_colour)
+    sys.stdout.write(FORMATS[options.output_format](report))
+    grave = SEVERITIES[: SEVERITIES.index(options.exit_on) + 1]
+    return FOUND if any(one.severity in grave for one in findings) else CLEAN
+
+
+def _lint_files(options: argparse.Namespace) -> list[Linted]:
     if options.fix and STDIN in options.files:
         raise ConfigError("--fix: standard input cannot be corrected; write the name of the file")
     check_codes(options.select, RULES, "--select")
     check_codes(options.ignore, RULES, "--ignore")
     selection = Selection(tuple(options.select or (ALL,)), tuple(options.ignore))
-    context = Context(
-        options.world_size,
-        options.ranks_per_node,
-        options.framework,
-        None if options.model is None else read_config(options.model),
-    )
-    found = sources(options.files, options.exclude)
-    linted = [_lint(source, context, selection, options) for source in found]
-    for note in _notes(linted, options):
-        print(f"ds-compress: {visible(note)}", file=sys.stderr)
-    _write(linted, options)
-    return FOUND if _is_wrong(linted, options) else CLEAN
+    model = None if options.model is None else read_config(options.model)
+    context = Context(options.world_size, options.ranks_per_node, options.framework, model)
+    return [_lint(source, context, selection, options) for source in sources(options.files, options.exclude)]
 
 
 def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
@@ -83,12 +85,6 @@ def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
             yield f"note: {paths[0]}{more}: checked for {framework}, because of {sign}; --framework overrides this"
 
 
-def _is_wrong(linted: list[Linted], options: argparse.Namespace) -> bool:
-    """Return True if a finding is at least as severe as `--exit-on`."""
-    grave = SEVERITIES[: SEVERITIES.index(options.exit_on) + 1]
-    return any(one.severity in grave for result in linted for one in result.fixed.remaining)
-
-
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
     known = replace(
         context,
@@ -105,27 +101,12 @@ def _lint(source: Source, context: Context, selection: Selection, options: argpa
     return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), detected)
 
 
-def _write(linted: list[Linted], options: argparse.Namespace) -> None:
-    """Write corrections and findings."""
-    for result in linted:
-        if result.changed:
-            _replace_content(Path(result.source.path), result.fixed.text.encode())
-    findings = tuple(one for result in linted for one in result.fixed.remaining)
-    fixed = sum(result.fixed.count for result in linted)
-    report = Report(findings, len(linted), RULES, fixed, _has_colour())
-    sys.stdout.write(FORMATS[options.output_format](report))
-
-
 def _replace_content(path: Path, content: bytes) -> None:
     """Replace the content of a file, or of the target of a link. An error or interruption leaves the old content."""
     target = path.resolve()
     with replacing(target, temporary(target)) as stream:
         stream.write(content)
         shutil.copymode(target, temporary(target))
-
-
-def _has_colour() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 _PROOFS: Mapping[str, str] = {
@@ -153,18 +134,14 @@ def explain(options: argparse.Namespace) -> int:
         raise ConfigError("write the code or name of a rule, or --all")
     check_codes(options.rules, RULES, "rule")
     chosen = [rule for rule in RULES if options.all or matches(rule, options.rules)]
-    sys.stdout.write(page(chosen) if options.markdown else listing(chosen) if options.all else text(chosen))
+    if options.markdown:
+        text = page(chosen)
+    elif options.all:
+        text = "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in chosen)
+    else:
+        text = "\n".join(_section(rule, "#") for rule in chosen)
+    sys.stdout.write(text)
     return 0
-
-
-def listing(rules: Iterable[LintRule]) -> str:
-    """Return one line per rule."""
-    return "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in rules)
-
-
-def text(rules: Iterable[LintRule]) -> str:
-    """Return the full description of the rules."""
-    return "\n".join(_section(rule, "#") for rule in rules)
 
 
 def page(rules: Iterable[LintRule]) -> str:

@@ -16,7 +16,6 @@ import inspect
 import json
 import re
 import textwrap
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -150,13 +149,7 @@ _FAMILIES = {
     "DSC800": "silent",
     "DSC900": "compress",
 }
-"""Families by the first of their codes, in order."""
-
-
-def family_of(code: str) -> str:
-    """Return the family of a rule, which its code determines."""
-    starts = list(_FAMILIES)
-    return _FAMILIES[starts[bisect_right(starts, code) - 1]]
+"""Families of rules by the first of their codes."""
 
 
 def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
@@ -169,7 +162,8 @@ def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
 
     def decorate(check: Check) -> LintRule:
         texts, name = read_texts(check.__doc__ or ""), check.__name__.replace("_", "-")
-        return LintRule(code=code, name=name, severity=severity, family=family_of(code), check=check, **texts)
+        family = _FAMILIES[max(start for start in _FAMILIES if start <= code)]
+        return LintRule(code=code, name=name, severity=severity, family=family, check=check, **texts)
 
     return decorate
 

@@ -18,7 +18,7 @@ def known_optimizer(document: Document) -> str | None:
     name = value.lower() if value.lower() in keys().optimizers else value
     if name not in keys().optimizers or "+" in name:
         return None
-    if document.params("optimizer").get("torch_adam") is True and f"{name}+torch" in keys().optimizers:
+    if document.section("optimizer", "params").get("torch_adam") is True and f"{name}+torch" in keys().optimizers:
         return f"{name}+torch"
     return (
         f"{name}+offload" if document.offload("offload_optimizer") and f"{name}+offload" in keys().optimizers else name
@@ -72,7 +72,7 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     known = known_optimizer(document)
     names = keys().optimizers.get(known or "", frozenset())
     # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
-    for key in document.params("optimizer") if names and known != "muon" else ():
+    for key in document.section("optimizer", "params") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
             yield key_finding((*_PARAMS, key), what, meant(key, names, "nothing: remove the key"))
@@ -88,7 +88,7 @@ def muon_parameter_ignored(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
     Proof: accepts the parameter has no effect
     """
-    for key in document.params("optimizer") if document.optimizer == "muon" else ():
+    for key in document.section("optimizer", "params") if document.optimizer == "muon" else ():
         if key not in keys().optimizers["muon"] and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of Muon, which ignores it'
             yield key_finding((*_PARAMS, key), what, f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')

@@ -70,7 +70,7 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     Proof: raises unexpected keyword argument
     """
     known = keys().schedulers.get(scheduler_name(document), {})
-    for key in document.params("scheduler") if known else ():
+    for key in document.section("scheduler", "params") if known else ():
         if key not in known:
             what = f'"{key}" is not a parameter of {scheduler_name(document)}'
             yield key_finding((*PARAMS, key), what, meant(key, known, "nothing: remove the key"))
@@ -89,7 +89,7 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100, "total_num_steps": 1000}}}
     Proof: raises missing 1 required positional argument
     """
-    known, given = keys().schedulers.get(scheduler_name(document), {}), document.params("scheduler")
+    known, given = keys().schedulers.get(scheduler_name(document), {}), document.section("scheduler", "params")
     # A misspelled name is reported as such.
     meant = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():

@@ -163,7 +163,7 @@ def _numbers_expected(document: Document) -> Iterator[tuple[Path, tuple[str, ...
     for key in keys().optimizers.get(name, frozenset()) & _NUMBERS if name not in _UNTRIED else ():
         if (name, key) != ("Adafactor", "eps"):  # two numbers
             yield ("optimizer", "params", key), ("number",)
-    for key in document.params("scheduler") if scheduler_name(document) in OWN else ():
+    for key in document.section("scheduler", "params") if scheduler_name(document) in OWN else ():
         if key.endswith(_ENDS):
             # A rate may be an array, with an item for each parameter group.
             also = (*(["array"] if key.endswith("_lr") else []), *(["null"] if key in _MAY_BE_NULL else []))
