@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
-from deepspeed_compress.config.models import Parallelism
+from deepspeed_compress.config.models import Islands, Parallelism
 from deepspeed_compress.config.problems import STAGE
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS
@@ -34,7 +34,6 @@ class Run:
         steps: Lines of compression.jsonl in order of steps.
         losses: Training losses, from the file that holds the most.
         held_out: Evaluation losses, from the file that holds the most.
-        summary: Summary of the run, or None if there is none.
         config: DeepSpeed configuration, or None if the run did not leave it.
     """
 
@@ -48,7 +47,6 @@ class Run:
     held_out: Points = ()
     step_times: tuple[float, ...] = ()
     """Milliseconds per step, from metrics.jsonl."""
-    summary: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     section: CompressConfig | None = None
     """Compression section of `config`. None if it has none, or none that this version accepts."""
@@ -103,7 +101,6 @@ def _run(directory: Path, found: RunDirectory) -> Run:
         max((_points(lines, key) for lines, key in logged), key=len),
         max(_points(found.metrics, "eval_loss"), _points(found.trainer_log, "eval_loss"), key=len),
         tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),
-        found.summary,
         found.ds_config,
         _section(found.ds_config),
     )
@@ -191,16 +188,23 @@ class Case:
         lines = self.compressed if among is None else among
         return [float(line[key]) for line in lines if line.get(key) is not None]
 
-    def median(self, key: str) -> float:
-        """Return the median of `key` over the compressed steps, or 0 if no value is known."""
-        return statistics.median(self.values(key) or [0.0])
+    def median(self, key: str, among: tuple[Line, ...] | None = None) -> float:
+        """Return the median of `values`, or 0 if no value is known."""
+        return statistics.median(self.values(key, among) or [0.0])
+
+    @property
+    def times(self) -> Times:
+        """Return the median times of a compressed step, for rules with the need "times"."""
+        assert self.known_times is not None, 'the rule lacks the need "times"'
+        return self.known_times
 
     @cached_property
-    def times(self) -> Times | None:
+    def known_times(self) -> Times | None:
         """Return the median times of a compressed step, or None if they were not recorded."""
         usual = statistics.median(self.run.step_times) if self.run.step_times else None
-        lines = [(line, line.get("step_ms") or usual) for line in self.compressed]
-        known = [(line, float(step)) for line, step in lines if step and _has_times(line)]
+        keys = ("compress_ms", "communicate_ms", "decompress_ms")
+        timed = [line for line in self.compressed if all(line.get(key) is not None for key in keys)]
+        known = [(line, float(step)) for line in timed if (step := line.get("step_ms") or usual)]
         if not known:
             return None
         middle: Callable[[Iterator[float]], float] = statistics.median
@@ -254,6 +258,11 @@ class Case:
     def alone(self) -> bool:
         """Return True if the configuration is known and has no islands."""
         return self.run.section is not None and self.run.section.islands is None
+
+    @property
+    def islands(self) -> Islands | None:
+        """Return the settings of islands, or None if there are none or the configuration is unknown."""
+        return self.run.section.islands if self.run.section is not None else None
 
     @property
     def weights_compressed(self) -> bool:
@@ -321,15 +330,12 @@ class Case:
         return found if isinstance(found, int) and 0 < found < 2**53 else 1
 
     @property
-    def element_bytes(self) -> int:
-        """Return the bytes per element of a gradient as DeepSpeed sends it."""
-        parts = ((self.run.config or {}).get(key) for key in ("bf16", "fp16"))
-        return 2 if any(isinstance(part, Mapping) and part.get("enabled") for part in parts) else 4
-
-    @property
     def encoded_bytes(self) -> float:
         """Return a lower bound for the bytes of gradients, counted as fp32, that are encoded per step."""
-        return 2 * self.median("bytes_uncompressed") / self.element_bytes
+        parts = ((self.run.config or {}).get(key) for key in ("bf16", "fp16"))
+        # Bytes per element of a gradient as DeepSpeed sends it.
+        element = 2 if any(isinstance(part, Mapping) and part.get("enabled") for part in parts) else 4
+        return 2 * self.median("bytes_uncompressed") / element
 
     def patch(self, change: Callable[..., Mapping[str, Any] | None], *arguments: object) -> dict[str, Any] | None:
         """Return the merge patch for what `change(config, *arguments)` does, or None if that is not known."""
@@ -339,16 +345,10 @@ class Case:
 
     def lacks(self, need: str) -> bool:
         """Return True if `need` was not recorded: a key of `NEEDS`, or a field of compression.jsonl ("a|b": either)."""
-        return not any(self._has(option) for option in need.split("|"))
-
-    def _has(self, need: str) -> bool:
-        if need in NEEDS:
-            return NEEDS[need][1](self)
-        return len(self.values(need, self.run.steps)) >= self.limits.lines
-
-
-def _has_times(line: Line) -> bool:
-    return all(line.get(key) is not None for key in ("compress_ms", "communicate_ms", "decompress_ms"))
+        return not any(
+            NEEDS[option][1](self) if option in NEEDS else len(self.values(option, self.run.steps)) >= self.limits.lines
+            for option in need.split("|")
+        )
 
 
 SAMPLES = 4
@@ -371,7 +371,7 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     "ranks": ("slowest_rank and step_ms", lambda case: case.slowest is not None),
     "times": (
         "step_ms of compressed steps",
-        lambda case: case.times is not None and len(case.compressed) >= case.limits.lines,
+        lambda case: case.known_times is not None and len(case.compressed) >= case.limits.lines,
     ),
 }
 """Requirements of rules other than fields of compression.jsonl: the text shown to users and the test for each."""

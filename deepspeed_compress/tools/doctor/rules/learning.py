@@ -14,7 +14,6 @@ from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
-from deepspeed_compress.tools.run_directory import Line
 
 _NEAR = 5
 """Maximum number of events to show."""
@@ -264,6 +263,7 @@ _COOLDOWN = 50
 """Steps without an anomaly after which the guard moves back one level, unless the configuration states otherwise."""
 _SHOWN = 5
 _BOUNDS = ("exploding", "loss_spike", "residual_growth")
+"""Bounds of the guard that are tight if they are below their defaults."""
 
 
 @rule("warning", "how often the guard fired, and whether the settings returned", "events")
@@ -274,7 +274,8 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
     """
     dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
     found = [event for event in case.run.events or () if event["kind"] == "anomaly" and event["step"] > dense]
-    anomalies = [event for event in found if not _is_not_finite(event)]
+    not_finite = ("finite", "nan", "inf ")
+    anomalies = [one for one in found if not any(word in str(one.get("reason", "")).lower() for word in not_finite)]
     if len(anomalies) < case.limits.anomalies:
         return
     first, last = anomalies[0]["step"], case.run.steps[-1]["step"]
@@ -291,7 +292,7 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
         evidence={
             "anomalies": len(anomalies),
             "part of the steps since then without the settings": away,
-            "reasons": _reasons(anomalies),
+            "reasons": [f"step {event['step']}: {event.get('reason', '')}" for event in anomalies[:_SHOWN]],
         },
         weight=max(away, min(1.0, _cooldown(case) / between / 2)),
     )
@@ -315,7 +316,9 @@ def _cooldown(case: Case) -> int:
 def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
     """Return a remedy and its patch: default bounds if tighter ones are set, otherwise softer gradient settings."""
     section, config = case.run.section, case.run.config
-    tight = _tighter(section.guard) if section is not None and section.guard is not None else []
+    written = section.guard.model_dump() if section is not None and section.guard is not None else {}
+    usual = Guard().model_dump()
+    tight = [key for key in _BOUNDS if key in written and written[key] < usual[key]]
     if config is not None and tight:
         keys = ", ".join(f"guard.{key}" for key in tight)
         what = f"Leave out {keys}: with the defaults, no healthy run has anomalies."
@@ -325,20 +328,6 @@ def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
         "Send more of the gradient. If gradients also explode without compression, lower the learning rate.",
         None if change is None else case.patch(with_gradients, change),
     )
-
-
-def _tighter(guard: Guard) -> list[str]:
-    """Return the names of the bounds that are below their defaults."""
-    written, usual = guard.model_dump(), Guard().model_dump()
-    return [key for key in _BOUNDS if written[key] < usual[key]]
-
-
-def _reasons(events: list[Line]) -> list[str]:
-    return [f"step {event['step']}: {event.get('reason', '')}" for event in events[:_SHOWN]]
-
-
-def _is_not_finite(event: Line) -> bool:
-    return any(word in str(event.get("reason", "")).lower() for word in ("finite", "nan", "inf "))
 
 
 @rule("warning", "how many steps were skipped", "events|grad_norm")

@@ -10,13 +10,7 @@ from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.config.places import FeedbackGradients
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case, Times
-from deepspeed_compress.tools.doctor.patches import (
-    BLOCKS,
-    accumulated,
-    stronger,
-    with_gradients,
-    with_stage,
-)
+from deepspeed_compress.tools.doctor.patches import BLOCKS, accumulated, stronger, with_gradients, with_stage
 from deepspeed_compress.tools.doctor.rule import rule
 
 Config = Mapping[str, Any]
@@ -26,7 +20,6 @@ Remedy = tuple[str, dict[str, Any] | None]
 @rule("warning", "how much of a step is spent waiting for messages", "times", "config")
 def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
-    assert times is not None, "the rule needs times"
     share = times.wait / times.step
     if share > case.limits.wait and not _lost_share(case):
         remedy, patch = _less_communication(case)
@@ -52,10 +45,6 @@ def _less_communication(case: Case) -> Remedy:
         text = f'Choose "{better}". If several ranks share a node, gradients.hierarchy saves about as much again.'
         return text, case.patch(with_gradients, change)
     why = "The messages are so small that latency dominates." if small else ""
-    return _less_often(case, why)
-
-
-def _less_often(case: Case, why: str) -> Remedy:
     other = "use gradients.hierarchy if several ranks share a node, or a method that sends less (docs/methods.md)"
     if case.stage < 2:
         text = "Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens"
@@ -66,7 +55,7 @@ def _less_often(case: Case, why: str) -> Remedy:
 @rule("warning", "how fast gradients are encoded", "times", "config")
 def slow_kernels(case: Case) -> Iterator[Diagnostic]:
     rate, times = _slow_rate(case), case.times
-    if rate is not None and times is not None:
+    if rate is not None:
         yield Diagnostic(
             at_steps(*case.span),
             f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, C++ reaches several GB/s",
@@ -83,13 +72,11 @@ def slow_kernels(case: Case) -> Iterator[Diagnostic]:
 
 def _slow_rate(case: Case) -> float | None:
     """Return the bytes encoded per second, or None if the rate is normal or encoding takes too little time."""
-    times, limits, section = case.times, case.limits, case.run.section
-    size = case.encoded_bytes
-    if times is None or section is None or section.gradients.method not in BLOCKS or size < limits.kernel_bytes:
+    times, limits, section, size = case.times, case.limits, case.run.section, case.encoded_bytes
+    if section is None or section.gradients.method not in BLOCKS or size < limits.kernel_bytes or not times.compress:
         return None
-    rate = 1e3 * size / times.compress if times.compress else None
-    matters = times.cost / times.step > limits.gain
-    return rate if rate is not None and rate < limits.kernel_rate and matters else None
+    rate = 1e3 * size / times.compress
+    return rate if rate < limits.kernel_rate and times.cost / times.step > limits.gain else None
 
 
 def _cost_figures(times: Times) -> dict[str, Any]:
@@ -100,7 +87,6 @@ def _cost_figures(times: Times) -> dict[str, Any]:
 def compression_bound(case: Case) -> Iterator[Diagnostic]:
     """Report that encoding takes long although, as far as is known, it saves more time than it takes."""
     times, section = case.times, case.run.section
-    assert times is not None, "the rule needs times"
     share = times.cost / times.step
     if share <= case.limits.cost or _slow_rate(case) is not None or _lost_share(case):
         return
@@ -136,12 +122,11 @@ def _loss_of_time(case: Case) -> float | None:
     Returns:
         The milliseconds, or None if messages overlap with backward, because the time for larger ones is then unknown.
     """
-    times = case.times
-    if times is None or case.overlaps or not case.waited_bytes:
+    if case.overlaps or not case.waited_bytes:
         return None
     fewer = max(0.0, case.median("bytes_uncompressed") - case.median("bytes_sent"))
     fewer += sum(case.median(f"{kind}_saved") for kind in case.compressed_activations)
-    return times.cost - fewer / case.waited_bytes * times.wait
+    return case.times.cost - fewer / case.waited_bytes * case.times.wait
 
 
 def _lost_share(case: Case) -> float:
@@ -150,7 +135,7 @@ def _lost_share(case: Case) -> float:
     Returns 0 if the loss is too small to matter or unknown. Slow kernels are not attributed to the method.
     """
     times, limits = case.times, case.limits
-    if times is None or _slow_rate(case) is not None:
+    if _slow_rate(case) is not None:
         return 0.0
     estimated = (_loss_of_time(case) or 0.0) / times.step
     # Compression does not cause more extra time than encoding and waiting take.
@@ -161,7 +146,7 @@ def _lost_share(case: Case) -> float:
 @rule("warning", "whether fewer bytes save more time than encoding takes", "times")
 def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     times, section, lost = case.times, case.run.section, _lost_share(case)
-    if times is None or not lost:
+    if not lost:
         return
     heavy = section is not None and section.gradients.method not in BLOCKS
     change = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
@@ -182,9 +167,8 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
 
 def _slower_than_baseline(case: Case) -> float:
     """Return by which fraction of the baseline's step time this run's is longer, or 0 if that is unknown."""
-    times = case.times
     theirs = Case(case.baseline).step_ms if case.baseline is not None else None
-    return times.step / theirs - 1 if times is not None and theirs else 0.0
+    return case.times.step / theirs - 1 if theirs else 0.0
 
 
 @rule("warning", "whether one rank keeps the others waiting", "ranks")

@@ -104,7 +104,7 @@ def _time_for_weights(case: Case) -> float:
     the gradients are too small to estimate the rate.
     """
     times = case.times
-    if times is None or times.wait <= times.cost or case.waited_bytes < case.limits.small_message:
+    if times.wait <= times.cost or case.waited_bytes < case.limits.small_message:
         return 0.0
     size = case.traffic.get("bytes_weights", 0.0)
     return min(1.0, size / case.waited_bytes * (times.wait - times.cost) / times.step)
@@ -178,7 +178,7 @@ def late_island(case: Case) -> Iterator[Diagnostic]:
 
 
 def _more_often(case: Case) -> dict[str, Any] | None:
-    islands = case.run.section.islands if case.run.section is not None else None
+    islands = case.islands
     every = islands.sync_steps if islands is not None else None
     if islands is None or every is None or every // 2 <= islands.delay or every // 2 < islands.fragments:
         return None
@@ -187,7 +187,7 @@ def _more_often(case: Case) -> dict[str, Any] | None:
 
 def _smaller_steps(case: Case) -> dict[str, Any] | None:
     """Return a patch that halves the outer learning rate, if `outer` steps beyond the mean of the islands."""
-    islands = case.run.section.islands if case.run.section is not None else None
+    islands = case.islands
     if islands is None or (islands.outer.optimizer == "average" and islands.outer.lr <= 1):
         return None
     return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
@@ -195,10 +195,9 @@ def _smaller_steps(case: Case) -> dict[str, Any] | None:
 
 def _longer_timeout(case: Case) -> dict[str, Any] | None:
     """Return twice the timeout of elastic islands, or None if the section has none or the result is not allowed."""
-    islands = case.run.section.islands if case.run.section is not None else None
-    if islands is None or islands.elastic is None:
+    elastic = case.islands.elastic if case.islands is not None else None
+    if elastic is None:
         return None
-    elastic = islands.elastic
     if elastic.parameter_server is not None:
         return {"parameter_server": {"max_staleness": 2 * elastic.parameter_server.max_staleness}}
     longer = 2 * elastic.timeout_seconds
@@ -212,7 +211,8 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
     if settings is None or not lags or statistics.fmean(lags) <= settings.max_lag:
         return
     yield Diagnostic(
-        at_steps(*_span(case)),
+        # The first version of a run belongs to no step.
+        at_steps(case.run.versions[1]["step"], case.run.versions[-1]["step"]),
         f"Rollouts are {statistics.fmean(lags):.1f} versions behind the weights that learn from them (max_lag: "
         f"{settings.max_lag})",
         "Add rollout workers, let them update between requests, or wait for their samples before the next step. A "
@@ -220,15 +220,6 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
         evidence={
             "versions behind, mean": statistics.fmean(lags),
             "versions behind, at most": max(lags),
-            "age of a version when it is replaced, ms": _median(case, "rollout_age_ms"),
+            "age of a version when it is replaced, ms": case.median("rollout_age_ms", case.run.versions),
         },
     )
-
-
-def _span(case: Case) -> tuple[int, int]:
-    """Return the first and last step with a version. The first version of a run belongs to no step."""
-    return case.run.versions[1]["step"], case.run.versions[-1]["step"]
-
-
-def _median(case: Case, key: str) -> float:
-    return statistics.median(case.values(key, case.run.versions) or [0.0])
