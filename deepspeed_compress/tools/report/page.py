@@ -83,17 +83,23 @@ def _tiles(runs: list[Run]) -> str:
 
 def _bars(shown: Bars) -> str:
     totals = [sum(values[index] for _, _, values in shown.parts) for index in range(len(shown.runs))]
-    rows = "".join(
-        f'<div class="bar"><span title="{_escape(name)}">{_escape(name)}</span><div class="parts">'
-        + "".join(
+    rows = []
+    for index, name in enumerate(shown.runs):
+        parts = (
             _part(values[index] / (max(totals) or 1.0), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
             for title, colour, values in shown.parts
         )
-        + f"</div><span>{totals[index]:,.4g} {shown.unit}</span></div>"
-        for index, name in enumerate(shown.runs)
-    )
+        rows.append(_bar(name, "parts", parts, f"{totals[index]:,.4g} {shown.unit}"))
     swatches = _colour_legend((title, colour) for title, colour, _ in shown.parts)
-    return f"<figure><figcaption><h3>{_escape(shown.title)}</h3>{swatches}</figcaption><div>{rows}</div></figure>"
+    return (
+        f"<figure><figcaption><h3>{_escape(shown.title)}</h3>{swatches}</figcaption><div>{''.join(rows)}</div></figure>"
+    )
+
+
+def _bar(name: str, classes: str, parts: Iterable[str], end: str) -> str:
+    name = _escape(name)
+    inside = f'<span title="{name}">{name}</span><div class="{classes}">{"".join(parts)}</div><span>{end}</span>'
+    return f'<div class="bar">{inside}</div>'
 
 
 def _part(share: float, colour: str, title: str) -> str:
@@ -116,18 +122,14 @@ def _timeline(timeline: SettingsTimeline, colours: Mapping[str, str], last: int)
     # setting.
     begins = [1, *(interval.first for interval in timeline.intervals[1:])]
     ends = [*begins[1:], timeline.intervals[-1].last + 1]
-    pieces = "".join(
+    pieces = (
         _part((end - begin) / last, colours[interval.setting], f"{interval.setting}: steps {begin} to {end - 1}")
         for interval, begin, end in zip(timeline.intervals, begins, ends, strict=True)
     )
     swatches = _colour_legend(
         (f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items()
     )
-    name = _escape(timeline.run)
-    return (
-        f'<div class="bar"><span title="{name}">{name}</span><div class="parts strip">{pieces}</div>'
-        f"<span>{last:,} steps</span></div>{swatches}"
-    )
+    return _bar(timeline.run, "parts strip", pieces, f"{last:,} steps") + swatches
 
 
 def _events(run: Run) -> str:

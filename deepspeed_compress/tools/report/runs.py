@@ -39,18 +39,15 @@ def _trainer_log(files: RunDirectory) -> Columns:
     return _columns(files.trainer_log, {"loss": "train_loss", "train_loss": "mean_train_loss"})
 
 
-def _stripped(columns: Columns) -> Columns:
-    ours = {name: values for name, values in columns.items() if name.startswith(_LOGGED)}
-    return {name.removeprefix(_LOGGED): values for name, values in ours.items()}
-
-
 SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     _metrics,
     lambda files: _columns(files.statistics),
     lambda files: _columns(files.versions),
     _trainer_log,
     # Means over the steps between two logs, for runs that have no statistics per step.
-    lambda files: _stripped(_trainer_log(files)),
+    lambda files: {
+        name.removeprefix(_LOGGED): values for name, values in _trainer_log(files).items() if name.startswith(_LOGGED)
+    },
     # Losses of single steps, which the guard recorded.
     lambda files: {
         "train_loss": {line["step"]: line["loss"] for line in files.statistics if line.get("loss") is not None}
@@ -192,10 +189,11 @@ _OTHER = Symbol("other event", "muted", _DOT)
 
 def markers(run: Run) -> tuple[Marker, ...]:
     """Return a marker for every event of `run`, except exchanges of islands, which are routine."""
+    shown = [event for event in run.events if event["kind"] != "islands_exchange"]
+    texts = [f"step {event['step']}: {', '.join(filter(None, _texts(event)))}" for event in shown]
     return tuple(
-        Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), f"step {event['step']}: {_what(event)}")
-        for event in run.events
-        if event["kind"] != "islands_exchange"
+        Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), text)
+        for event, text in zip(shown, texts, strict=True)
     )
 
 
@@ -205,24 +203,16 @@ EVENT_HEAD = ("step", "event", "why", "settings")
 
 def event_rows(run: Run) -> list[list[str]]:
     """Return the last `SHOWN` events as rows of text."""
-    return [
-        [f"{event['step']:,}", _kind(event), str(event.get("reason", "")), _settings(event)]
-        for event in run.events[-SHOWN:]
-    ]
+    return [[f"{event['step']:,}", *_texts(event)] for event in run.events[-SHOWN:]]
 
 
-def _kind(event: Mapping[str, Any]) -> str:
+def _texts(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the kind of an event, its reason, and its change of settings."""
     island = f"island {event['island']}: " if "island" in event else ""
-    return island + str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
-
-
-def _what(event: Mapping[str, Any]) -> str:
-    return ", ".join(text for text in (_kind(event), str(event.get("reason", "")), _settings(event)) if text)
-
-
-def _settings(event: Mapping[str, Any]) -> str:
+    kind = island + str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
     before, after = event.get("before"), event.get("after")
-    return str(after or "") if before == after or not before else f"{before} \N{RIGHTWARDS ARROW} {after}"
+    changed = bool(before) and before != after
+    return kind, str(event.get("reason", "")), f"{before} \N{RIGHTWARDS ARROW} {after}" if changed else str(after or "")
 
 
 @dataclass(frozen=True)
@@ -244,17 +234,10 @@ class SettingsTimeline:
 
 def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
     """Return the timeline of each run that records its settings and sends gradients, to which they apply."""
-    recorded = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
-    return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in recorded if settings]
-
-
-def _sends_gradients(run: Run) -> bool:
-    """Return False if the run sends no gradients because each rank is an island.
-
-    Gradient settings have no effect in such a run.
-    """
-    sent = run.column("bytes_sent")
-    return not sent or any(sent.values())
+    # If each rank is an island, the run sends no gradients.
+    sending = [run for run in runs if not run.column("bytes_sent") or any(run.column("bytes_sent").values())]
+    recorded = [(run.name, list(run.column("settings").items())) for run in sending]
+    return [SettingsTimeline(name, _intervals(settings)) for name, settings in recorded if settings]
 
 
 def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
@@ -281,9 +264,6 @@ def steps_by_setting(timeline: SettingsTimeline) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for interval in timeline.intervals:
         found.setdefault(interval.setting, []).append(span(interval.first, interval.last))
-    return {setting: f"steps {_listed(steps)}" for setting, steps in found.items()}
-
-
-def _listed(steps: Sequence[str]) -> str:
-    left = len(steps) - _RANGES
-    return ", ".join(steps[:_RANGES]) + (f", and {left} more times" if left > 0 else "")
+    left = {setting: len(steps) - _RANGES for setting, steps in found.items()}
+    more = {setting: f", and {count} more times" if count > 0 else "" for setting, count in left.items()}
+    return {setting: f"steps {', '.join(steps[:_RANGES])}{more[setting]}" for setting, steps in found.items()}
