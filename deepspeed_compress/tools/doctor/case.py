@@ -324,12 +324,6 @@ class Case:
         return STAGE.effective(config, section.parallelism or Parallelism())
 
     @property
-    def accumulation(self) -> int:
-        """Return the number of micro-batches per step, or 1 if the configuration does not state it."""
-        found = (self.run.config or {}).get("gradient_accumulation_steps")
-        return found if isinstance(found, int) and 0 < found < 2**53 else 1
-
-    @property
     def encoded_bytes(self) -> float:
         """Return a lower bound for the bytes of gradients, counted as fp32, that are encoded per step."""
         parts = ((self.run.config or {}).get(key) for key in ("bf16", "fp16"))

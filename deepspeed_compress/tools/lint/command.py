@@ -16,8 +16,9 @@ from deepspeed_compress.safe_files import replacing, temporary
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.files import STDIN, Source, detected_framework, sources
 from deepspeed_compress.tools.lint.fixes import Fixed, apply
+from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.options import Framework
-from deepspeed_compress.tools.lint.rule import Context, LintRule
+from deepspeed_compress.tools.lint.rule import PROOFS, Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import ALL, Selection, check_codes, ignored_inside, lint_document, matches
 from deepspeed_compress.tools.lint.scanner import parse
@@ -109,13 +110,6 @@ def _replace_content(path: Path, content: bytes) -> None:
         shutil.copymode(target, temporary(target))
 
 
-_PROOFS: Mapping[str, str] = {
-    "raises": "DeepSpeed fails with a message that matches `{}`.",
-    "ignores": "DeepSpeed starts and ignores it.",
-    "warns": "DeepSpeed starts and logs a message that matches `{}`.",
-    "accepts": "DeepSpeed starts without a message: {}.",
-    "unproved": "Not tested: {}.",
-}
 _HEAD = """# Lint rules
 
 All rules of [`ds-compress lint`](lint.md), by family. `ds-compress rule --all --markdown` prints this page, and
@@ -148,8 +142,7 @@ def page(rules: Iterable[LintRule]) -> str:
     """Return the documentation page: a table and a section for each rule, grouped by family."""
     rules = sorted(rules, key=lambda rule: rule.code)
     families = dict.fromkeys(rule.family for rule in rules)
-    version = json.loads(Path(__file__).with_name("keys.json").read_bytes())["deepspeed"]
-    parts = [_HEAD.format(version=version)]
+    parts = [_HEAD.format(version=keys().version)]
     for family in families:
         of_family = [rule for rule in rules if rule.family == family]
         parts.append("\n".join((f"## {family[0].upper()}{family[1:]}\n", *_table(of_family), "")))
@@ -181,7 +174,7 @@ def _section(rule: LintRule, heading: str) -> str:
             f"{heading} {rule.code} {rule.name}\n",
             f"{rule.severity.capitalize()}. {rule.summary}\n",
             f"{rule.reason}\n",
-            f"{_PROOFS[rule.proof.kind].format(rule.proof.text.rstrip('.'))}\n",
+            f"{PROOFS[rule.proof.kind].format(rule.proof.text.rstrip('.'))}\n",
             *fixed,
             *_shown_example("Wrong", rule.wrong, rule.context),
             *_shown_example("Right", rule.right, rule.context),

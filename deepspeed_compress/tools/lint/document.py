@@ -45,25 +45,16 @@ def object_node(members: Sequence[Member], span: Span) -> Node:
     return Node("object", value, span, tuple(members), by_key=by_key)
 
 
-ExtensionKind = Literal[
-    "byte-order-mark",
-    "comment",
-    "escape",
-    "missing-braces",
-    "missing-comma",
-    "multi-line-string",
-    "single-quotes",
-    "trailing-comma",
-    "unquoted-key",
-    "unquoted-string",
-]
+UNQUOTED = "an unquoted string"
+"""Kind of extension that is a string without quotes, which extends to the end of its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
     """Syntax of HJSON that JSON does not have. DeepSpeed reads HJSON; Hugging Face reads JSON."""
 
-    kind: ExtensionKind
+    kind: str
+    """Kind of syntax as messages name it, such as "a trailing comma"."""
     span: Span
 
 

@@ -18,7 +18,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Severity, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
@@ -30,7 +30,14 @@ from deepspeed_compress.tools.outputs.report import Rule
 
 _FIELD = re.compile(r"^(Wrong|Right|Context|Proof):", re.MULTILINE)
 
-ProofKind = Literal["raises", "ignores", "warns", "accepts", "unproved"]
+PROOFS: Mapping[str, str] = {
+    "raises": "DeepSpeed fails with a message that matches `{}`.",
+    "ignores": "DeepSpeed starts and ignores it.",
+    "warns": "DeepSpeed starts and logs a message that matches `{}`.",
+    "accepts": "DeepSpeed starts without a message: {}.",
+    "unproved": "Not tested: {}.",
+}
+"""Kinds of proofs with the sentence of each on the page of rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Proof:
     wrong nevertheless), and unproved (the behavior could not be observed, for the reason `text`).
     """
 
-    kind: ProofKind
+    kind: str
     text: str = ""
 
 
@@ -58,12 +65,15 @@ def read_texts(docstring: str) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{docstring.strip()[:60]!r} has no field {' or '.join(sorted(missing))}")
     summary, _, reason = head.strip().partition("\n\n")
+    kind, _, proof = _joined(fields["Proof"]).partition(" ")
+    if kind not in PROOFS:
+        raise ValueError(f"{kind!r} is not a kind of proof (allowed: {', '.join(PROOFS)})")
     return {
         "summary": summary,
         "reason": _joined(reason),
         "wrong": _example(fields["Wrong"]),
         "right": _example(fields["Right"]),
-        "proof": _proof(_joined(fields["Proof"])),
+        "proof": Proof(kind, proof),
         "context": json.loads(fields.get("Context", "{}")),
     }
 
@@ -77,14 +87,6 @@ def _example(value: str) -> str:
     if value.startswith("\n"):
         return textwrap.dedent(value).strip("\n") + "\n"
     return json.dumps(json.loads(value), indent=2) + "\n"
-
-
-def _proof(value: str) -> Proof:
-    kind, _, text = value.partition(" ")
-    for known in get_args(ProofKind):
-        if kind == known:
-            return Proof(known, text)
-    raise ValueError(f"{kind!r} is not a kind of proof (allowed: {', '.join(get_args(ProofKind))})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ def communication_bound(case: Case) -> Iterator[Diagnostic]:
 def _less_communication(case: Case) -> Remedy:
     """Return the first remedy that fits: reduce once per step, send less, or reduce less often."""
     change, small = stronger(case.section.gradients), case.waited_bytes < case.limits.small_message
-    if case.stage == 2 and case.accumulation > 1:
+    micro_batches = (case.run.config or {}).get("gradient_accumulation_steps")
+    if case.stage == 2 and isinstance(micro_batches, int) and micro_batches > 1:
         text = "Use ZeRO 1, which reduces gradients once per step, while ZeRO 2 does so in every micro-batch."
         return text, case.patch(with_stage, 1)
     if change is not None and not small:
