@@ -60,10 +60,7 @@ def read_baseline(directory: Path) -> Run:
     """
     run = _run(directory, _read(directory))
     if not (run.steps or run.losses or run.held_out or run.step_times):
-        raise DataError(
-            f"{directory}: --baseline: holds neither losses nor times of steps (none of metrics.jsonl, "
-            f"{STATISTICS}, trainer_state.json, checkpoint-* with lines in it); pass the output directory of a run"
-        )
+        raise DataError(f"{directory}: --baseline: holds neither losses nor times of steps; pass the output of a run")
     return run
 
 
@@ -76,10 +73,8 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
     """
     found = _read(directory, config)
     if not found.statistics:
-        raise DataError(
-            f"{found.monitor}: holds no {STATISTICS} with measured steps; set monitor.path in the section and train "
-            "again, or pass the directory that has this file"
-        )
+        what = f"{found.monitor}: holds no {STATISTICS} with measured steps"
+        raise DataError(f"{what}; set monitor.path in the section and train again, or pass the directory that has it")
     return _run(directory, found)
 
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Fix
+from deepspeed_compress.diagnostics import SEVERITIES, Fix
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.model_families import read_config
 from deepspeed_compress.safe_files import replacing, temporary
-from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.files import STDIN, Source, detected_framework, sources
-from deepspeed_compress.tools.lint.fixes import Fixed, apply
+from deepspeed_compress.tools.lint.fixes import MAX_FIXES, Fixed, apply
 from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rule import PROOFS, Context, LintRule
@@ -92,14 +91,9 @@ def _lint(source: Source, context: Context, selection: Selection, options: argpa
         framework=context.framework or source.framework or detected_framework(source.document),
         world_size=context.world_size or source.world_size,
     )
-    detected = known.framework if context.framework is None else None
-
-    def lint(document: Document) -> Iterable[Diagnostic]:
-        return lint_document(document, known, selection)
-
-    if options.fix:
-        return Linted(source, apply(source.document, lint), detected)
-    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), detected)
+    most = MAX_FIXES if options.fix else 0
+    fixed = apply(source.document, lambda document: lint_document(document, known, selection), most)
+    return Linted(source, fixed, known.framework if context.framework is None else None)
 
 
 def _replace_content(path: Path, content: bytes) -> None:

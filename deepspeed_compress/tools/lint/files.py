@@ -77,8 +77,7 @@ def _sources(argument: str, exclude: tuple[str, ...]) -> Iterator[Source]:
             yield from _read(path, found=True)
     elif not os.path.exists(argument):
         raise ConfigError(
-            f"{argument[:200]}: no such file or directory. Write the path of a DeepSpeed configuration, such as "
-            "ds_config.json, of a directory, or - for standard input."
+            f"{argument[:200]}: no such file or directory. Write the path of one, or - for standard input."
         )
     else:
         check_regular(argument)
