@@ -261,7 +261,7 @@ TABLE = {
         "choice_names config diagnostics errors monitor tools.outputs tools.run_directory",
         "pydantic rich",
     ),
-    "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables"),
+    "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables", "jinja2"),
     "tools.tune": allow(
         "config errors tools.bench.hosts safe_files tools.run_directory tools.tables",
         "rich",
