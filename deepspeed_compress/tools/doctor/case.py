@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
-from deepspeed_compress.config.models import Islands, Parallelism
+from deepspeed_compress.config import CompressConfig, Islands, read_ds_config, with_preset
+from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import STAGE
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS

@@ -1,7 +1,7 @@
 """Rules on types: values that are refused, silently converted, misinterpreted, or in place of a section."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document, Member
@@ -148,7 +148,7 @@ _ENDS = ("_lr", "lr_rate", "_step_rate", "_ratio", "_steps", "_size", "_count", 
 _MAY_BE_NULL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
 
 
-def _numbers_expected(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def _numbers_expected(document: Document) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield the paths of values with which DeepSpeed calculates, with the types that it accepts there.
 
     Which keys accept null and arrays was found by running DeepSpeed with each.
