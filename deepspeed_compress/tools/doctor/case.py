@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from deepspeed_compress.config import CompressConfig, Islands, read_ds_config, with_preset
 from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import STAGE
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS
 from deepspeed_compress.tools.doctor.patches import difference
@@ -331,6 +332,17 @@ class Case:
         config = self.run.config
         wanted = None if config is None else change(config, *arguments)
         return None if wanted is None or config is None else difference(config, wanted)
+
+    def finding(
+        self,
+        what: str,
+        remedy: str,
+        patch: Mapping[str, Any] | None = None,
+        steps: tuple[int, int] | None = None,
+        **more: Any,
+    ) -> Diagnostic:
+        """Return a finding about `steps`, by default those of `span`. `more` are further fields of `Diagnostic`."""
+        return Diagnostic(at_steps(*(steps or self.span)), what, remedy, patch=patch, **more)
 
     def lacks(self, need: str) -> bool:
         """Return True if `need` was not recorded: a key of `NEEDS`, or a field of compression.jsonl ("a|b": either)."""

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed_compress.config import CompressedGradients, GradientsConfig, Guard, brief
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import SparseConfig
-from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
+from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
@@ -44,8 +44,7 @@ def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
     if not symptoms:
         return
     change = softer(gradients)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Compression is too strong for the model to learn well: {symptoms[0].text}",
         "Send more of the gradient, with error feedback. If that is not enough, begin with uncompressed steps "
         "(schedule.warmup_steps).",
@@ -161,11 +160,11 @@ def diverging(case: Case) -> Iterator[Diagnostic]:
     if found is None:
         return
     began, what, figures = found
-    yield Diagnostic(
-        at_steps(began, case.run.losses[-1][0]),
+    yield case.finding(
         f"The loss {what}, starting at step {began}",
         "Halve the learning rate, or lengthen its warmup. If an uncompressed run with the same learning rate is "
         "stable, send more of the gradient instead.",
+        steps=(began, case.run.losses[-1][0]),
         patch=case.patch(slower),
         evidence={"first symptom at step": began, **figures, **_events_around(case, began)},
     )
@@ -282,13 +281,11 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
     between, away = (last - first + 1) / len(anomalies), _away(case, first)
     if between > _cooldown(case) and away < 0.5:
         return
-    remedy, patch = _calmer(case)
-    yield Diagnostic(
-        at_steps(first, anomalies[-1]["step"]),
+    yield case.finding(
         f"The guard fires every {between:.0f} steps, and since the first time, the chosen settings have not been in "
         f"force for {away:.0%} of the steps",
-        remedy,
-        patch=patch,
+        *_calmer(case),
+        steps=(first, anomalies[-1]["step"]),
         evidence={
             "anomalies": len(anomalies),
             "part of the steps since then without the settings": away,
@@ -336,12 +333,10 @@ def skipped_steps(case: Case) -> Iterator[Diagnostic]:
     share = len(steps) / late if late > 0 else 0.0
     if share <= case.limits.skipped or len(steps) < case.limits.anomalies:
         return
-    remedy, patch = _finite_again(case)
-    yield Diagnostic(
-        at_steps(steps[0], steps[-1]),
+    yield case.finding(
         f"{share:.0%} of the steps were skipped, because their gradients were not finite",
-        remedy,
-        patch=patch,
+        *_finite_again(case),
+        steps=(steps[0], steps[-1]),
         evidence={"skipped steps": len(steps), "first skipped steps": steps[:_SHOWN]},
         weight=min(1.0, share),
     )

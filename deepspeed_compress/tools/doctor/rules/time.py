@@ -1,19 +1,18 @@
 """Rules on step time: waiting for messages, encoding and decoding, kernels that are not compiled, and a slow rank."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_compress.choice_names import in_bits
 from deepspeed_compress.config import GradientsConfig
 from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.config.places import FeedbackGradients
-from deepspeed_compress.diagnostics import Diagnostic, at_steps
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.doctor.case import Case, Times
 from deepspeed_compress.tools.doctor.patches import BLOCKS, accumulated, stronger, with_gradients, with_stage
 from deepspeed_compress.tools.doctor.rule import rule
 
-Config = Mapping[str, Any]
 Remedy = tuple[str, dict[str, Any] | None]
 
 
@@ -22,13 +21,10 @@ def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
     share = times.wait / times.step
     if share > case.limits.wait and not _lost_share(case):
-        remedy, patch = _less_communication(case)
         figures = {"waiting, ms of a step": times.wait, "step, ms": times.step, "waiting, part of a step": share}
-        yield Diagnostic(
-            at_steps(*case.span),
+        yield case.finding(
             f"Communication slows the run down: {share:.0%} of a step is spent waiting for messages",
-            remedy,
-            patch=patch,
+            *_less_communication(case),
             evidence={**figures, "bytes that a rank sends per step": sum(case.traffic.values())},
             weight=share,
         )
@@ -57,8 +53,7 @@ def _less_communication(case: Case) -> Remedy:
 def slow_kernels(case: Case) -> Iterator[Diagnostic]:
     rate, times = _slow_rate(case), case.times
     if rate is not None:
-        yield Diagnostic(
-            at_steps(*case.span),
+        yield case.finding(
             f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, C++ reaches several GB/s",
             "Install g++ (or set CXX) and ninja, and do not set DEEPSPEED_COMPRESS_KERNELS=torch. No configuration key "
             "changes this.",
@@ -92,8 +87,7 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
     if share <= case.limits.cost or _slow_rate(case) is not None or _lost_share(case):
         return
     remedy, change = _cheaper(section.gradients if section is not None else None)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Compression itself slows the run down: {share:.0%} of a step is spent encoding and decoding",
         remedy,
         patch=None if change is None or section is None else case.patch(with_gradients, change),
@@ -152,8 +146,7 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     heavy = section is not None and section.gradients.method not in BLOCKS
     change = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
     slower = _slower_than_baseline(case)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         "Compression does not pay off: encoding and decoding take longer than fewer bytes save on this network",
         "Use blockwise with 8 bits, which is the fastest." if heavy else "Do not compress gradients on this network.",
         patch=None if section is None else case.patch(with_gradients, change),
@@ -183,11 +176,11 @@ def straggler(case: Case) -> Iterator[Diagnostic]:
         "busy, ms, median rank": statistics.median(line["busy_ms_median"] for line in slowest.lines),
         "busy, ms, slowest rank": statistics.median(line["busy_ms_max"] for line in slowest.lines),
     }
-    yield Diagnostic(
-        at_steps(slowest.lines[0]["step"], slowest.lines[-1]["step"]),
+    yield case.finding(
         f"Rank {slowest.rank} is a straggler: it is {slowest.behind:.0%} of a step behind, and the others wait for it",
         f"Check what else rank {slowest.rank} does (logging, loading data), whether its input is longer, and its "
         "machine (clock, temperature, other jobs). No setting helps.",
+        steps=(slowest.lines[0]["step"], slowest.lines[-1]["step"]),
         evidence=figures,
         weight=min(1.0, slowest.behind),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed_compress.choice_names import INSIDE_NODES, LOSS, in_bits
 from deepspeed_compress.config import SECTION, CompressedGradients
-from deepspeed_compress.diagnostics import Diagnostic, at_steps
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
@@ -31,12 +31,9 @@ def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
     share = sorted(parts)[len(parts) // 2] if parts else 0.0
     if share < case.limits.raw:
         return
-    remedy, patch = _include_more(case)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Almost nothing is compressed: {share:.0%} of the gradient bytes sent belong to excluded parameters",
-        remedy,
-        patch=patch,
+        *_include_more(case),
         evidence={"bytes sent": case.median("bytes_sent"), "of these, uncompressed": case.median("bytes_raw")},
         weight=share,
     )
@@ -67,8 +64,7 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain or case.mostly_frozen:
         return
     bits = 8 if case.stage == 3 else 4
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Uncompressed weights are {share:.0%} of the bytes that a rank sends; at the rate of the gradients, they take "
         f"about {taken:.0%} of a step",
         f'Choose "{in_bits(bits)}" for weights as well, which costs almost no {LOSS}.',
@@ -86,8 +82,7 @@ def frozen_weights_gathered(case: Case) -> Iterator[Diagnostic]:
     within = parallelism is not None and parallelism.shard_within is not None
     if within or share < case.limits.most or not case.mostly_frozen:
         return
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Weights are {share:.0%} of the bytes that a rank sends, and most are not trained: ZeRO 3 gathers them in "
         "every pass, between nodes too",
         f'If the GPUs of one node hold the model, choose "{INSIDE_NODES}": "parallelism": {{"shard_within": "node"}}. '
@@ -124,8 +119,7 @@ def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
     late = cosines[len(cosines) // 2 :]
     if len(cosines) < SAMPLES or statistics.median(late) >= case.limits.alike:
         return
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Islands drift apart: the cosine between the movement of this island and those of the others is "
         f"{statistics.median(late):.2f}, so their mean keeps almost nothing of what each has learned",
         "Give all islands the same kind of data, shuffled together, and exchange more often.",
@@ -143,8 +137,7 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
     rise = rise_at_exchanges(case)
     if rise is None:
         return
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"The loss rises by {rise.mean:.3g} at exchanges between islands: they have drifted too far apart to average",
         "Exchange more often, or halve the learning rate: islands drift by about the product of the two. If outer has "
         "momentum or an lr above 1, and so steps beyond the mean, halve its lr first.",
@@ -167,11 +160,11 @@ def late_island(case: Case) -> Iterator[Diagnostic]:
     taken = every * len(after_exchanges(case))
     if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
         return
-    yield Diagnostic(
-        at_steps(late[0]["step"], late[-1]["step"]),
+    yield case.finding(
         f"This island is late: it missed {len(late)} exchanges and took part in {taken}",
         "Check its machines and its link. If it is only slower, wait longer for it (timeout above its longest step), "
         "exchange by time (sync_every), or make islands asynchronous.",
+        steps=(late[0]["step"], late[-1]["step"]),
         patch=case.patch(with_section, {"islands": {"elastic": change}}) if (change := _longer_timeout(case)) else None,
         evidence={"exchanges missed": len(late), "exchanges with this island": taken},
     )
@@ -210,13 +203,13 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
     lags = case.values("rollout_lag", case.run.versions)
     if settings is None or not lags or statistics.fmean(lags) <= settings.max_lag:
         return
-    yield Diagnostic(
-        # The first version of a run belongs to no step.
-        at_steps(case.run.versions[1]["step"], case.run.versions[-1]["step"]),
+    yield case.finding(
         f"Rollouts are {statistics.fmean(lags):.1f} versions behind the weights that learn from them (max_lag: "
         f"{settings.max_lag})",
         "Add rollout workers, let them update between requests, or wait for their samples before the next step. A "
         "version for several steps (every) makes the same samples fewer versions old, but not younger.",
+        # The first version of a run belongs to no step.
+        steps=(case.run.versions[1]["step"], case.run.versions[-1]["step"]),
         evidence={
             "versions behind, mean": statistics.fmean(lags),
             "versions behind, at most": max(lags),
