@@ -1,7 +1,7 @@
 """HTML page of a report: figures, charts, settings, events and configuration of each run. It needs no other file.
 
-`page.html` is its template, which escapes all texts. This module computes what the template needs besides the panels:
-positions, widths and legends.
+`page.html` is its template, which includes the style and the script and escapes all values. This module computes what
+the template needs besides the panels: positions, widths and legends.
 """
 
 import json
@@ -17,7 +17,6 @@ from deepspeed_compress.config.numbers import short
 from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
 from deepspeed_compress.tools.report.panels import Bars, Chart, Line, bars, charts, missing
 from deepspeed_compress.tools.report.runs import (
-    EVENT_HEAD,
     SHOWN,
     Run,
     SettingsTimeline,
@@ -33,18 +32,14 @@ def page(runs: Sequence[Run]) -> str:
     loader, found = FileSystemLoader(Path(__file__).parent), [*runs]
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"short": short, "configuration": lambda config: json.dumps(masked(config), indent=2)}
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return environment.get_template("page.html").render(
         title=" against ".join(run.name for run in reversed(runs)),
-        style=style,
-        script=script,
         runs=found,
         tiles=tiles(found),
         plots=[Plot(chart, step_scale(chart), value_scale(chart)) for chart in charts(found)],
         bars=[(group.title, [part[:2] for part in group.parts], _bar_rows(group)) for group in bars(found)],
         timelines=_timeline_rows(settings_timelines(runs)),
         events=[(run.name, len(run.events), event_rows(run)) for run in runs if run.events],
-        event_head=EVENT_HEAD,
         shown_events=SHOWN,
         table_head=table_head(found),
         table_rows=table_rows(found),
@@ -67,16 +62,14 @@ class Row:
 
 def _bar_rows(group: Bars) -> list[Row]:
     totals = [sum(values) for values in zip(*(values for _, _, values in group.parts), strict=True)]
-    whole = max(totals) or 1.0
-    parts = [
-        [
-            (values[index] / whole, colour, f"{title}: {values[index]:,.4g} {group.unit}")
+    rows = []
+    for index, name in enumerate(group.runs):
+        parts = [
+            (values[index] / (max(totals) or 1.0), colour, f"{title}: {values[index]:,.4g} {group.unit}")
             for title, colour, values in group.parts
         ]
-        for index in range(len(totals))
-    ]
-    ends = [f"{total:,.4g} {group.unit}" for total in totals]
-    return [Row(*row) for row in zip(group.runs, parts, ends, strict=True)]
+        rows.append(Row(name, parts, f"{totals[index]:,.4g} {group.unit}"))
+    return rows
 
 
 def _timeline_rows(timelines: Sequence[SettingsTimeline]) -> list[Row]:

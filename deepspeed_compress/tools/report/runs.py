@@ -193,12 +193,8 @@ def markers(run: Run) -> tuple[Marker, ...]:
     )
 
 
-EVENT_HEAD = ("step", "event", "why", "settings")
-"""Column titles of `event_rows`."""
-
-
 def event_rows(run: Run) -> list[list[str]]:
-    """Return the last `SHOWN` events as rows of text."""
+    """Return the last `SHOWN` events as rows of text: step, kind, reason and change of settings."""
     return [[f"{event['step']:,}", *_texts(event)] for event in run.events[-SHOWN:]]
 
 
