@@ -235,7 +235,7 @@ TABLE = {
     "tools.lint": allow(
         "config diagnostics errors model_families safe_files tools.arguments tools.outputs",
         "yaml",
-        lazily="hjson pydantic",
+        lazily="hjson jinja2 pydantic",
     ),
     "tools.plan": allow("config errors policy tools.plan_job tools.tables"),
     "tools.plan_cluster": allow(

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,14 +104,6 @@ def _replace_content(path: Path, content: bytes) -> None:
         shutil.copymode(target, temporary(target))
 
 
-_HEAD = """# Lint rules
-
-All rules of [`ds-compress lint`](lint.md), by family. `ds-compress rule --all --markdown` prints this page, and
-`ds-compress rule CODE` explains one rule. Every example is tested: a rule reports its wrong example once and nothing in
-the right one. Unless a rule says otherwise, both were also given to DeepSpeed {version} itself.
-"""
-
-
 def explain(options: argparse.Namespace) -> int:
     """Print the requested rules, and return the exit code.
 
@@ -127,56 +119,31 @@ def explain(options: argparse.Namespace) -> int:
     elif options.all:
         text = "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in chosen)
     else:
-        text = "\n".join(_section(rule, "#") for rule in chosen)
+        text = _rendered(sections=chosen)
     sys.stdout.write(text)
     return 0
 
 
 def page(rules: Iterable[LintRule]) -> str:
     """Return the documentation page: a table and a section for each rule, grouped by family."""
-    rules = sorted(rules, key=lambda rule: rule.code)
-    families = dict.fromkeys(rule.family for rule in rules)
-    parts = [_HEAD.format(version=keys().version)]
-    for family in families:
-        of_family = [rule for rule in rules if rule.family == family]
-        parts.append("\n".join((f"## {family[0].upper()}{family[1:]}\n", *_table(of_family), "")))
-        parts += [_section(rule, "###") for rule in of_family]
-    return "\n".join(parts)
+    ordered = sorted(rules, key=lambda rule: rule.code)
+    families = dict.fromkeys(rule.family for rule in ordered)
+    return _rendered(families=[(name, [rule for rule in ordered if rule.family == name]) for name in families])
 
 
-def _table(rules: Iterable[LintRule]) -> Iterator[str]:
-    yield "| code | name | severity | fix | what it finds |"
-    yield "|---|---|---|---|---|"
-    for rule in rules:
-        marked = "" if fix_of(rule) is None else "yes"
-        summary = rule.summary.replace("|", "\\|")
-        link = f"[{rule.code}](#{rule.code.lower()}-{rule.name})"
-        yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {summary} |"
+def _rendered(*, families: Sequence[tuple[str, list[LintRule]]] = (), sections: Sequence[LintRule] = ()) -> str:
+    """Return the text of the template for families of rules, or for sections of single rules."""
+    # Linting does not need the package.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, trim_blocks=True, undefined=StrictUndefined)
+    environment.globals |= {"fix_of": fix_of, "json": json.dumps, "proofs": PROOFS, "version": keys().version}
+    template = environment.get_template("rules.md.jinja")
+    return template.render(families=families, sections=sections).strip() + "\n"
 
 
 def fix_of(rule: LintRule) -> Fix | None:
     """Return the fix that the rule proposes for its bad example, or None."""
     found = rule.check(parse(rule.wrong), Context(**rule.context))
     return next((one.fix for one in found if one.fix is not None), None)
-
-
-def _section(rule: LintRule, heading: str) -> str:
-    fix = fix_of(rule)
-    fixed = () if fix is None else (f"`--fix`: {fix.title}.\n",)
-    return "\n".join(
-        (
-            f"{heading} {rule.code} {rule.name}\n",
-            f"{rule.severity.capitalize()}. {rule.summary}\n",
-            f"{rule.reason}\n",
-            f"{PROOFS[rule.proof.kind].format(rule.proof.text.rstrip('.'))}\n",
-            *fixed,
-            *_shown_example("Wrong", rule.wrong, rule.context),
-            *_shown_example("Right", rule.right, rule.context),
-        )
-    )
-
-
-def _shown_example(title: str, source: str, context: Mapping[str, object]) -> Iterator[str]:
-    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in context.items())
-    yield f"{title}{f' ({given})' if given else ''}:\n"
-    yield f"```hjson\n{source.strip()}\n```\n"

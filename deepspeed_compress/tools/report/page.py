@@ -1,6 +1,6 @@
 """HTML page of a report: figures, charts, settings, events and configuration of each run. It needs no other file.
 
-`page.html` is its template, which includes the style and the script and escapes all values. This module computes what
+`page.html.jinja` is its template, which includes the style and the script and escapes all values. This module computes what
 the template needs besides the panels: positions, widths and legends.
 """
 
@@ -32,7 +32,7 @@ def page(runs: Sequence[Run]) -> str:
     loader, found = FileSystemLoader(Path(__file__).parent), [*runs]
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"short": short, "configuration": lambda config: json.dumps(masked(config), indent=2)}
-    return environment.get_template("page.html").render(
+    return environment.get_template("page.html.jinja").render(
         title=" against ".join(run.name for run in reversed(runs)),
         runs=found,
         tiles=tiles(found),
