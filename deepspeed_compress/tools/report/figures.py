@@ -215,9 +215,14 @@ def table_head(runs: list[Run]) -> list[str]:
     return ["", *[run.name for run in runs], *(["change"] if len(runs) > 1 else [])]
 
 
-def table_rows(runs: list[Run]) -> list[list[str]]:
+def table_rows(runs: list[Run], metrics: Iterable[Metric] = METRICS) -> list[list[str]]:
     """Return rows of text: the name, one figure per run, and with a baseline the relative change."""
-    return _rows(runs, METRICS)
+    found = [(metric, *metric.row(runs)) for metric in metrics]
+    return [
+        [title, *(UNKNOWN if value is None else metric.form(value) for value in values), *_change(is_compared, values)]
+        for metric, title, values, is_compared in found
+        if any(value is not None and (value or not metric.optional) for value in values)
+    ]
 
 
 def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
@@ -227,22 +232,15 @@ def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
         Tuples of title, value, and the baseline's value (empty without a baseline).
     """
     found = [
-        cells for cells in _rows(runs, (metric for metric in METRICS if metric.tile)) if cells[len(runs)] != UNKNOWN
+        cells
+        for cells in table_rows(runs, (metric for metric in METRICS if metric.tile))
+        if cells[len(runs)] != UNKNOWN
     ]
     if len(runs) == 1:
         return [(title, value, "") for title, value in found]
     return [
         (title, value, f"{base} {runs[0].name}{f' ({change})' if change else ''}" if base != UNKNOWN else "")
         for title, base, value, change in found
-    ]
-
-
-def _rows(runs: list[Run], metrics: Iterable[Metric]) -> list[list[str]]:
-    found = [(metric, *metric.row(runs)) for metric in metrics]
-    return [
-        [title, *(UNKNOWN if value is None else metric.form(value) for value in values), *_change(is_compared, values)]
-        for metric, title, values, is_compared in found
-        if any(value is not None and (value or not metric.optional) for value in values)
     ]
 
 

@@ -1,7 +1,7 @@
 """HTML page of a report: figures, charts, settings, events and configuration of each run. It needs no other file.
 
-`page.html.jinja` is its template, which includes the style and the script and escapes all values. This module computes what
-the template needs besides the panels: positions, widths and legends.
+`page.html.jinja` is its template, which includes the style and the script and escapes all values. This module computes
+what the template needs besides the panels: positions, widths and legends.
 """
 
 import json

@@ -148,7 +148,7 @@ _TIMES = (
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts that have data."""
-    first, last = min(run.first_step for run in runs), max(run.last_step for run in runs)
+    first, last = min(run.span[0] for run in runs), max(run.last_step for run in runs)
     return [
         Chart(
             title=spec.title,

@@ -86,16 +86,12 @@ class Run:
         return replace(self, columns=columns)
 
     @property
-    def first_step(self) -> int:
-        return self._range[0]
-
-    @property
     def last_step(self) -> int:
-        return self._range[1]
+        return self.span[1]
 
     @cached_property
-    def _range(self) -> tuple[int, int]:
-        """First and last step of all values and events. There is at least one."""
+    def span(self) -> tuple[int, int]:
+        """Return the first and last step of all values and events. There is at least one."""
         steps = {int(event["step"]) for event in self.events}
         steps.update(*self.columns.values())
         return min(steps), max(steps)
