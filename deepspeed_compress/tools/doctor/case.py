@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_compress.config import CompressConfig, Islands, read_ds_config, with_preset
+from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import STAGE
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
@@ -162,11 +162,10 @@ class Case:
     baseline: Run | None = None
     limits: Thresholds = field(default_factory=Thresholds)
 
-    @property
+    @cached_property
     def section(self) -> CompressConfig:
-        """Return the section of the configuration, for rules with the need "config"."""
-        assert self.run.section is not None, 'the rule lacks the need "config"'
-        return self.run.section
+        """Return the section of the configuration, or the defaults if it is unknown."""
+        return self.run.section or CompressConfig()
 
     @cached_property
     def compressed(self) -> tuple[Line, ...]:
@@ -256,13 +255,8 @@ class Case:
         return self.run.section is not None and self.run.section.islands is None
 
     @property
-    def islands(self) -> Islands | None:
-        """Return the settings of islands, or None if there are none or the configuration is unknown."""
-        return self.run.section.islands if self.run.section is not None else None
-
-    @property
     def weights_compressed(self) -> bool:
-        return self.run.section is not None and self.run.section.weights.method != "none"
+        return self.section.weights.method != "none"
 
     @property
     def mostly_frozen(self) -> bool:
@@ -285,7 +279,7 @@ class Case:
     @property
     def compressed_activations(self) -> list[str]:
         """Return the kinds of bytes of activations that are compressed, whose encoding is in the measured times."""
-        activations = self.run.section.activations if self.run.section is not None else None
+        activations = self.section.activations
         if activations is None:
             return []
         kinds = {

@@ -258,8 +258,6 @@ def _events_around(case: Case, began: int) -> dict[str, Any]:
     return {"events nearby": shown} if shown else {}
 
 
-_COOLDOWN = 50
-"""Steps without an anomaly after which the guard moves back one level, unless the configuration states otherwise."""
 _SHOWN = 5
 _BOUNDS = ("exploding", "loss_spike", "residual_growth")
 """Bounds of the guard that are tight if they are below their defaults."""
@@ -271,7 +269,7 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
 
     Anomalies in the dense steps at the start are ignored, because compression does not cause them.
     """
-    dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
+    dense = case.section.schedule.warmup_steps
     found = [event for event in case.run.events or () if event["kind"] == "anomaly" and event["step"] > dense]
     not_finite = ("finite", "nan", "inf ")
     anomalies = [one for one in found if not any(word in str(one.get("reason", "")).lower() for word in not_finite)]
@@ -297,30 +295,27 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
 
 def _away(case: Case, first: int) -> float:
     """Return the fraction of the measured steps from `first` on in which the chosen settings were not in force."""
-    section = case.run.section
     since = [line for line in case.run.steps if line["step"] >= first]
-    if section is None or not since:
+    if case.run.section is None or not since:
         return 0.0
-    wanted = brief(section.gradients)
+    wanted = brief(case.section.gradients)
     return sum(bool(line.get("settings", wanted) != wanted) for line in since) / len(since)
 
 
 def _cooldown(case: Case) -> int:
-    guard = None if case.run.section is None else case.run.section.guard
-    return _COOLDOWN if guard is None else guard.cooldown_steps
+    """Return the number of steps without an anomaly after which the guard moves back one level."""
+    return (case.section.guard or Guard()).cooldown_steps
 
 
 def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
     """Return a remedy and its patch: default bounds if tighter ones are set, otherwise softer gradient settings."""
-    section, config = case.run.section, case.run.config
-    written = section.guard.model_dump() if section is not None and section.guard is not None else {}
-    usual = Guard().model_dump()
-    tight = [key for key in _BOUNDS if key in written and written[key] < usual[key]]
-    if config is not None and tight:
+    written, usual = (case.section.guard or Guard()).model_dump(), Guard().model_dump()
+    tight = [key for key in _BOUNDS if written[key] < usual[key]]
+    if case.run.config is not None and tight:
         keys = ", ".join(f"guard.{key}" for key in tight)
         what = f"Leave out {keys}: with the defaults, no healthy run has anomalies."
         return what, case.patch(with_section, {"guard": dict.fromkeys(tight)})
-    change = softer(section.gradients) if section is not None else None
+    change = softer(case.section.gradients) if case.run.section is not None else None
     return (
         "Send more of the gradient. If gradients also explode without compression, lower the learning rate.",
         None if change is None else case.patch(with_gradients, change),

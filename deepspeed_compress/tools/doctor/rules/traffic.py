@@ -156,8 +156,7 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
 def late_island(case: Case) -> Iterator[Diagnostic]:
     late = [event for event in case.run.events or () if event["kind"] in _MISSED]
     # The number is an estimate if not all steps are measured.
-    every = case.run.section.monitor.every if case.run.section is not None else 1
-    taken = every * len(after_exchanges(case))
+    taken = case.section.monitor.every * len(after_exchanges(case))
     if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
         return
     yield case.finding(
@@ -171,7 +170,7 @@ def late_island(case: Case) -> Iterator[Diagnostic]:
 
 
 def _more_often(case: Case) -> dict[str, Any] | None:
-    islands = case.islands
+    islands = case.section.islands
     every = islands.sync_steps if islands is not None else None
     if islands is None or every is None or every // 2 <= islands.delay or every // 2 < islands.fragments:
         return None
@@ -180,7 +179,7 @@ def _more_often(case: Case) -> dict[str, Any] | None:
 
 def _smaller_steps(case: Case) -> dict[str, Any] | None:
     """Return a patch that halves the outer learning rate, if `outer` steps beyond the mean of the islands."""
-    islands = case.islands
+    islands = case.section.islands
     if islands is None or (islands.outer.optimizer == "average" and islands.outer.lr <= 1):
         return None
     return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
@@ -188,7 +187,7 @@ def _smaller_steps(case: Case) -> dict[str, Any] | None:
 
 def _longer_timeout(case: Case) -> dict[str, Any] | None:
     """Return twice the timeout of elastic islands, or None if the section has none or the result is not allowed."""
-    elastic = case.islands.elastic if case.islands is not None else None
+    elastic = case.section.islands.elastic if case.section.islands is not None else None
     if elastic is None:
         return None
     if elastic.parameter_server is not None:
