@@ -18,7 +18,7 @@ from deepspeed_compress.config.problems import STAGE
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS
-from deepspeed_compress.tools.doctor.patches import difference
+from deepspeed_compress.tools.doctor.patches import difference, with_gradients
 from deepspeed_compress.tools.doctor.rule import Thresholds
 from deepspeed_compress.tools.run_directory import Line, RunDirectory, drop_replaced, read_directory
 
@@ -326,6 +326,10 @@ class Case:
         config = self.run.config
         wanted = None if config is None else change(config, *arguments)
         return None if wanted is None or config is None else difference(config, wanted)
+
+    def gradients_patch(self, change: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return the merge patch for a `change` of the gradient settings, or None without one or without a section."""
+        return None if change is None or self.run.section is None else self.patch(with_gradients, change)
 
     def finding(
         self,

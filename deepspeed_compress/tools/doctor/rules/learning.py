@@ -12,7 +12,7 @@ from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import SparseConfig
 from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
-from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_gradients, with_section
+from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_section
 from deepspeed_compress.tools.doctor.rule import rule
 
 _NEAR = 5
@@ -43,12 +43,11 @@ def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
     symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, gradients)]
     if not symptoms:
         return
-    change = softer(gradients)
     yield case.finding(
         f"Compression is too strong for the model to learn well: {symptoms[0].text}",
         "Send more of the gradient, with error feedback. If that is not enough, begin with uncompressed steps "
         "(schedule.warmup_steps).",
-        patch=None if change is None else case.patch(with_gradients, change),
+        patch=case.gradients_patch(softer(gradients)),
         evidence={key: value for symptom in symptoms for key, value in symptom.figures.items()} | _settings(case),
         severity=symptoms[0].severity,
     )
@@ -136,14 +135,11 @@ def _loss_gap(case: Case) -> float | None:
         other = dict(theirs)
         pairs = [(loss, other[step]) for step, loss in ours if step in other and math.isfinite(loss + other[step])]
         gaps = [loss / reference - 1 for loss, reference in pairs[-max(1, len(pairs) // 4) :] if reference > 0]
-        if gaps and (ours is case.run.held_out or _beyond_noise(gaps)):
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) >= 4 else math.inf
+        # Losses of single batches vary more than methods do.
+        if gaps and (ours is case.run.held_out or abs(statistics.fmean(gaps)) > 3 * error):
             return statistics.fmean(gaps)
     return None
-
-
-def _beyond_noise(gaps: list[float]) -> bool:
-    """Return True if the mean gap exceeds three standard errors. Losses of single batches vary more than methods do."""
-    return len(gaps) >= 4 and abs(statistics.fmean(gaps)) > 3 * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
 _SYMPTOMS = (_discarded, _withheld, _growing, _low_cosine, _behind)
@@ -315,11 +311,8 @@ def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
         keys = ", ".join(f"guard.{key}" for key in tight)
         what = f"Leave out {keys}: with the defaults, no healthy run has anomalies."
         return what, case.patch(with_section, {"guard": dict.fromkeys(tight)})
-    change = softer(case.section.gradients) if case.run.section is not None else None
-    return (
-        "Send more of the gradient. If gradients also explode without compression, lower the learning rate.",
-        None if change is None else case.patch(with_gradients, change),
-    )
+    what = "Send more of the gradient. If gradients also explode without compression, lower the learning rate."
+    return what, case.gradients_patch(softer(case.section.gradients))
 
 
 @rule("warning", "how many steps were skipped", "events|grad_norm")

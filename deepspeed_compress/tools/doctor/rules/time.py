@@ -90,7 +90,7 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
     yield case.finding(
         f"Compression itself slows the run down: {share:.0%} of a step is spent encoding and decoding",
         remedy,
-        patch=None if change is None or section is None else case.patch(with_gradients, change),
+        patch=case.gradients_patch(change),
         evidence={**_cost_figures(times), "step, ms": times.step},
         weight=share,
     )
@@ -149,7 +149,7 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     yield case.finding(
         "Compression does not pay off: encoding and decoding take longer than fewer bytes save on this network",
         "Use blockwise with 8 bits, which is the fastest." if heavy else "Do not compress gradients on this network.",
-        patch=None if section is None else case.patch(with_gradients, change),
+        patch=case.gradients_patch(change),
         evidence={
             **_cost_figures(times),
             "step, ms": times.step,
