@@ -16,15 +16,7 @@ from deepspeed_compress.config import masked
 from deepspeed_compress.config.numbers import short
 from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
 from deepspeed_compress.tools.report.panels import Bars, Chart, Line, bars, charts, missing
-from deepspeed_compress.tools.report.runs import (
-    SHOWN,
-    Run,
-    SettingsTimeline,
-    event_rows,
-    setting_colours,
-    settings_timelines,
-    steps_by_setting,
-)
+from deepspeed_compress.tools.report.runs import Run, event_rows, setting_colours, settings_timelines, steps_by_setting
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -38,9 +30,8 @@ def page(runs: Sequence[Run]) -> str:
         tiles=tiles(found),
         plots=[Plot(chart, step_scale(chart), value_scale(chart)) for chart in charts(found)],
         bars=[(group.title, [part[:2] for part in group.parts], _bar_rows(group)) for group in bars(found)],
-        timelines=_timeline_rows(settings_timelines(runs)),
+        timelines=_timeline_rows(runs),
         events=[(run.name, len(run.events), event_rows(run)) for run in runs if run.events],
-        shown_events=SHOWN,
         table_head=table_head(found),
         table_rows=table_rows(found),
         missing=missing(found),
@@ -72,20 +63,20 @@ def _bar_rows(group: Bars) -> list[Row]:
     return rows
 
 
-def _timeline_rows(timelines: Sequence[SettingsTimeline]) -> list[Row]:
-    colours, last = setting_colours(timelines), max([1, *(timeline.intervals[-1].last for timeline in timelines)])
-    rows = []
-    for timeline in timelines:
+def _timeline_rows(runs: Sequence[Run]) -> list[Row]:
+    timelines, rows = settings_timelines(runs), list[Row]()
+    colours, last = setting_colours(timelines), max([1, *(timeline[-1].last for timeline in timelines.values())])
+    for name, timeline in timelines.items():
         # The exact step of a change between two measured steps is unknown. Draw it at the first one that has the new
         # setting.
-        begins = [1, *(interval.first for interval in timeline.intervals[1:])]
-        ends = [*begins[1:], timeline.intervals[-1].last + 1]
+        begins = [1, *(interval.first for interval in timeline[1:])]
+        ends = [*begins[1:], timeline[-1].last + 1]
         parts = [
             ((end - begin) / last, colours[interval.setting], f"{interval.setting}: steps {begin} to {end - 1}")
-            for interval, begin, end in zip(timeline.intervals, begins, ends, strict=True)
+            for interval, begin, end in zip(timeline, begins, ends, strict=True)
         ]
         legend = [(f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items()]
-        rows.append(Row(timeline.run, parts, f"{last:,} steps", legend))
+        rows.append(Row(name, parts, f"{last:,} steps", legend))
     return rows
 
 

@@ -212,23 +212,19 @@ class SettingsInterval:
     last: int
 
 
-@dataclass(frozen=True)
-class SettingsTimeline:
-    """Settings of a run over its steps."""
-
-    run: str
-    intervals: tuple[SettingsInterval, ...]
+Timeline = tuple[SettingsInterval, ...]
+"""Settings of a run over its steps."""
 
 
-def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
-    """Return the timeline of each run that records its settings and sends gradients, to which they apply."""
+def settings_timelines(runs: Sequence[Run]) -> dict[str, Timeline]:
+    """Return the timelines of the runs that record their settings and send gradients, to which they apply, by name."""
     # If each rank is an island, the run sends no gradients.
     sending = [run for run in runs if not run.column("bytes_sent") or any(run.column("bytes_sent").values())]
     recorded = [(run.name, list(run.column("settings").items())) for run in sending]
-    return [SettingsTimeline(name, _intervals(settings)) for name, settings in recorded if settings]
+    return {name: _intervals(settings) for name, settings in recorded if settings}
 
 
-def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
+def _intervals(settings: list[tuple[int, str]]) -> Timeline:
     """Return the intervals of equal settings, each from its first to its last measured step."""
     groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
     return tuple(SettingsInterval(setting, steps[0], steps[-1]) for setting, steps in groups)
@@ -240,17 +236,17 @@ _RANGES = 6
 """Maximum number of step ranges listed for a setting. The others are only counted."""
 
 
-def setting_colours(timelines: Sequence[SettingsTimeline]) -> dict[str, str]:
+def setting_colours(timelines: Mapping[str, Timeline]) -> dict[str, str]:
     """Return a color for each setting, the same in every run. Uncompressed steps have the color of the baseline."""
-    settings = dict.fromkeys(interval.setting for timeline in reversed(timelines) for interval in timeline.intervals)
+    settings = dict.fromkeys(interval.setting for timeline in reversed([*timelines.values()]) for interval in timeline)
     chosen = zip((setting for setting in settings if setting != UNCOMPRESSED), cycle(_COLOURS), strict=False)
     return ({UNCOMPRESSED: "baseline"} if UNCOMPRESSED in settings else {}) | dict(chosen)
 
 
-def steps_by_setting(timeline: SettingsTimeline) -> dict[str, str]:
+def steps_by_setting(timeline: Timeline) -> dict[str, str]:
     """Return the measured steps of each setting, as text."""
     found: dict[str, list[str]] = {}
-    for interval in timeline.intervals:
+    for interval in timeline:
         found.setdefault(interval.setting, []).append(span(interval.first, interval.last))
     left = {setting: len(steps) - _RANGES for setting, steps in found.items()}
     more = {setting: f", and {count} more times" if count > 0 else "" for setting, count in left.items()}
