@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile, pairwise
@@ -88,6 +89,9 @@ def _read(directory: Path, config: Path | None = None) -> RunDirectory:
 def _run(directory: Path, found: RunDirectory) -> Run:
     # Statistics have losses only with some settings, and never in the first step.
     measured = tuple(dropwhile(lambda line: line.get("loss") is None, found.statistics))
+    section = None
+    with suppress(ValidationError):
+        section = CompressConfig.model_validate(with_preset(found.ds_config or {}))
     logged = (found.metrics, "train_loss"), (measured, "loss"), (found.trainer_log, "loss")
     return Run(
         directory,
@@ -98,15 +102,8 @@ def _run(directory: Path, found: RunDirectory) -> Run:
         max(_points(found.metrics, "eval_loss"), _points(found.trainer_log, "eval_loss"), key=len),
         tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),
         found.ds_config,
-        _section(found.ds_config),
+        section,
     )
-
-
-def _section(config: Line | None) -> CompressConfig | None:
-    try:
-        return CompressConfig.model_validate(with_preset(config or {}))
-    except ValidationError:
-        return None
 
 
 def _points(lines: Sequence[Line], key: str) -> Points:
