@@ -18,11 +18,10 @@ def known_optimizer(document: Document) -> str | None:
     name = value.lower() if value.lower() in keys().optimizers else value
     if name not in keys().optimizers or "+" in name:
         return None
-    if document.section("optimizer", "params").get("torch_adam") is True and f"{name}+torch" in keys().optimizers:
-        return f"{name}+torch"
-    return (
-        f"{name}+offload" if document.offload("offload_optimizer") and f"{name}+offload" in keys().optimizers else name
-    )
+    with_torch = document.get("optimizer", "params", "torch_adam") is True
+    variants = (("torch", with_torch), ("offload", document.offload("offload_optimizer")))
+    asked = [f"{name}+{variant}" for variant, is_asked in variants if is_asked]
+    return next((variant for variant in asked if variant in keys().optimizers), name)
 
 
 @rule("DSC501", "error")
