@@ -244,9 +244,10 @@ def _annotated(annotation: Any) -> Key:
 
 
 def _limits(metadata: list[Any]) -> Key:
-    return {
+    limits = {
         ours: getattr(limit, theirs) for limit in metadata for theirs, ours in _LIMITS.items() if hasattr(limit, theirs)
     }
+    return {"limits": limits} if limits else {}
 
 
 def _parameters(function: Any, *, without: tuple[str, ...] = ()) -> dict[str, bool]:

@@ -229,7 +229,7 @@ TABLE = {
     "tools.lint": allow(
         "config diagnostics errors model_families safe_files tools.arguments tools.outputs",
         "yaml",
-        lazily="hjson pydantic",
+        lazily="hjson jinja2 pydantic",
     ),
     "tools.plan": allow("config errors policy tools.plan_job tools.tables"),
     "tools.plan_cluster": allow(
@@ -255,7 +255,7 @@ TABLE = {
         "choice_names config diagnostics errors monitor tools.outputs tools.run_directory",
         "pydantic rich",
     ),
-    "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables"),
+    "tools.report": allow("config errors tools.outputs tools.run_directory tools.tables", "jinja2"),
     "tools.tune": allow(
         "config errors tools.bench.hosts safe_files tools.run_directory tools.tables",
         "rich",

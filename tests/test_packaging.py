@@ -72,7 +72,7 @@ def _pip(directory: Path, python: str, *arguments: str) -> None:
 def test_both_archives_contain_all_files_of_the_package(installed: Installed) -> None:
     listed = ["git", "ls-files", "deepspeed_compress"]
     needed = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines())
-    assert {Path(file).suffix for file in needed} == {".py", ".cpp", ".h", ".json", ".css", ".js"}
+    assert {Path(file).suffix for file in needed} == {".py", ".cpp", ".h", ".json", ".css", ".jinja", ".js"}
     with zipfile.ZipFile(installed.wheel) as wheel, tarfile.open(installed.sdist) as sdist:
         assert needed - set(wheel.namelist()) == set()
         assert needed - {name.partition("/")[2] for name in sdist.getnames()} == set()

@@ -69,7 +69,7 @@ def run(change: Change = MappingProxyType({}), ds_config: Any = None, steps: int
     lines = tuple(
         {"step": step, "slowest_rank": step % 2, **HEALTHY, **own, **changed(step)} for step in range(1, steps + 1)
     )
-    given = {"events": (), "losses": losses(), "summary": {"steps": steps}, **more}
+    given = {"events": (), "losses": losses(), **more}
     return Run(Path("run"), lines, config=ds_config, section=section, **given)
 
 

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile, pairwise
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 from deepspeed_compress.config import CompressConfig, read_ds_config, with_preset
 from deepspeed_compress.config.models import Parallelism
 from deepspeed_compress.config.problems import STAGE
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS
-from deepspeed_compress.tools.doctor.patches import difference
+from deepspeed_compress.tools.doctor.patches import difference, with_gradients
 from deepspeed_compress.tools.doctor.rule import Thresholds
 from deepspeed_compress.tools.run_directory import Line, RunDirectory, drop_replaced, read_directory
 
@@ -34,7 +36,6 @@ class Run:
         steps: Lines of compression.jsonl in order of steps.
         losses: Training losses, from the file that holds the most.
         held_out: Evaluation losses, from the file that holds the most.
-        summary: Summary of the run, or None if there is none.
         config: DeepSpeed configuration, or None if the run did not leave it.
     """
 
@@ -48,7 +49,6 @@ class Run:
     held_out: Points = ()
     step_times: tuple[float, ...] = ()
     """Milliseconds per step, from metrics.jsonl."""
-    summary: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     section: CompressConfig | None = None
     """Compression section of `config`. None if it has none, or none that this version accepts."""
@@ -62,10 +62,7 @@ def read_baseline(directory: Path) -> Run:
     """
     run = _run(directory, _read(directory))
     if not (run.steps or run.losses or run.held_out or run.step_times):
-        raise DataError(
-            f"{directory}: --baseline: holds neither losses nor times of steps (none of metrics.jsonl, "
-            f"{STATISTICS}, trainer_state.json, checkpoint-* with lines in it); pass the output directory of a run"
-        )
+        raise DataError(f"{directory}: --baseline: holds neither losses nor times of steps; pass the output of a run")
     return run
 
 
@@ -78,10 +75,8 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
     """
     found = _read(directory, config)
     if not found.statistics:
-        raise DataError(
-            f"{found.monitor}: holds no {STATISTICS} with measured steps; set monitor.path in the section and train "
-            "again, or pass the directory that has this file"
-        )
+        what = f"{found.monitor}: holds no {STATISTICS} with measured steps"
+        raise DataError(f"{what}; set monitor.path in the section and train again, or pass the directory that has it")
     return _run(directory, found)
 
 
@@ -94,6 +89,9 @@ def _read(directory: Path, config: Path | None = None) -> RunDirectory:
 def _run(directory: Path, found: RunDirectory) -> Run:
     # Statistics have losses only with some settings, and never in the first step.
     measured = tuple(dropwhile(lambda line: line.get("loss") is None, found.statistics))
+    section = None
+    with suppress(ValidationError):
+        section = CompressConfig.model_validate(with_preset(found.ds_config or {}))
     logged = (found.metrics, "train_loss"), (measured, "loss"), (found.trainer_log, "loss")
     return Run(
         directory,
@@ -103,17 +101,9 @@ def _run(directory: Path, found: RunDirectory) -> Run:
         max((_points(lines, key) for lines, key in logged), key=len),
         max(_points(found.metrics, "eval_loss"), _points(found.trainer_log, "eval_loss"), key=len),
         tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),
-        found.summary,
         found.ds_config,
-        _section(found.ds_config),
+        section,
     )
-
-
-def _section(config: Line | None) -> CompressConfig | None:
-    try:
-        return CompressConfig.model_validate(with_preset(config or {}))
-    except ValidationError:
-        return None
 
 
 def _points(lines: Sequence[Line], key: str) -> Points:
@@ -169,11 +159,10 @@ class Case:
     baseline: Run | None = None
     limits: Thresholds = field(default_factory=Thresholds)
 
-    @property
+    @cached_property
     def section(self) -> CompressConfig:
-        """Return the section of the configuration, for rules with the need "config"."""
-        assert self.run.section is not None, 'the rule lacks the need "config"'
-        return self.run.section
+        """Return the section of the configuration, or the defaults if it is unknown."""
+        return self.run.section or CompressConfig()
 
     @cached_property
     def compressed(self) -> tuple[Line, ...]:
@@ -191,16 +180,23 @@ class Case:
         lines = self.compressed if among is None else among
         return [float(line[key]) for line in lines if line.get(key) is not None]
 
-    def median(self, key: str) -> float:
-        """Return the median of `key` over the compressed steps, or 0 if no value is known."""
-        return statistics.median(self.values(key) or [0.0])
+    def median(self, key: str, among: tuple[Line, ...] | None = None) -> float:
+        """Return the median of `values`, or 0 if no value is known."""
+        return statistics.median(self.values(key, among) or [0.0])
+
+    @property
+    def times(self) -> Times:
+        """Return the median times of a compressed step, for rules with the need "times"."""
+        assert self.known_times is not None, 'the rule lacks the need "times"'
+        return self.known_times
 
     @cached_property
-    def times(self) -> Times | None:
+    def known_times(self) -> Times | None:
         """Return the median times of a compressed step, or None if they were not recorded."""
         usual = statistics.median(self.run.step_times) if self.run.step_times else None
-        lines = [(line, line.get("step_ms") or usual) for line in self.compressed]
-        known = [(line, float(step)) for line, step in lines if step and _has_times(line)]
+        keys = ("compress_ms", "communicate_ms", "decompress_ms")
+        timed = [line for line in self.compressed if all(line.get(key) is not None for key in keys)]
+        known = [(line, float(step)) for line in timed if (step := line.get("step_ms") or usual)]
         if not known:
             return None
         middle: Callable[[Iterator[float]], float] = statistics.median
@@ -257,7 +253,7 @@ class Case:
 
     @property
     def weights_compressed(self) -> bool:
-        return self.run.section is not None and self.run.section.weights.method != "none"
+        return self.section.weights.method != "none"
 
     @property
     def mostly_frozen(self) -> bool:
@@ -280,7 +276,7 @@ class Case:
     @property
     def compressed_activations(self) -> list[str]:
         """Return the kinds of bytes of activations that are compressed, whose encoding is in the measured times."""
-        activations = self.run.section.activations if self.run.section is not None else None
+        activations = self.section.activations
         if activations is None:
             return []
         kinds = {
@@ -315,21 +311,12 @@ class Case:
         return STAGE.effective(config, section.parallelism or Parallelism())
 
     @property
-    def accumulation(self) -> int:
-        """Return the number of micro-batches per step, or 1 if the configuration does not state it."""
-        found = (self.run.config or {}).get("gradient_accumulation_steps")
-        return found if isinstance(found, int) and 0 < found < 2**53 else 1
-
-    @property
-    def element_bytes(self) -> int:
-        """Return the bytes per element of a gradient as DeepSpeed sends it."""
-        parts = ((self.run.config or {}).get(key) for key in ("bf16", "fp16"))
-        return 2 if any(isinstance(part, Mapping) and part.get("enabled") for part in parts) else 4
-
-    @property
     def encoded_bytes(self) -> float:
         """Return a lower bound for the bytes of gradients, counted as fp32, that are encoded per step."""
-        return 2 * self.median("bytes_uncompressed") / self.element_bytes
+        parts = ((self.run.config or {}).get(key) for key in ("bf16", "fp16"))
+        # Bytes per element of a gradient as DeepSpeed sends it.
+        element = 2 if any(isinstance(part, Mapping) and part.get("enabled") for part in parts) else 4
+        return 2 * self.median("bytes_uncompressed") / element
 
     def patch(self, change: Callable[..., Mapping[str, Any] | None], *arguments: object) -> dict[str, Any] | None:
         """Return the merge patch for what `change(config, *arguments)` does, or None if that is not known."""
@@ -337,18 +324,27 @@ class Case:
         wanted = None if config is None else change(config, *arguments)
         return None if wanted is None or config is None else difference(config, wanted)
 
+    def gradients_patch(self, change: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return the merge patch for a `change` of the gradient settings, or None without one or without a section."""
+        return None if change is None or self.run.section is None else self.patch(with_gradients, change)
+
+    def finding(
+        self,
+        what: str,
+        remedy: str,
+        patch: Mapping[str, Any] | None = None,
+        steps: tuple[int, int] | None = None,
+        **more: Any,
+    ) -> Diagnostic:
+        """Return a finding about `steps`, by default those of `span`. `more` are further fields of `Diagnostic`."""
+        return Diagnostic(at_steps(*(steps or self.span)), what, remedy, patch=patch, **more)
+
     def lacks(self, need: str) -> bool:
         """Return True if `need` was not recorded: a key of `NEEDS`, or a field of compression.jsonl ("a|b": either)."""
-        return not any(self._has(option) for option in need.split("|"))
-
-    def _has(self, need: str) -> bool:
-        if need in NEEDS:
-            return NEEDS[need][1](self)
-        return len(self.values(need, self.run.steps)) >= self.limits.lines
-
-
-def _has_times(line: Line) -> bool:
-    return all(line.get(key) is not None for key in ("compress_ms", "communicate_ms", "decompress_ms"))
+        return not any(
+            NEEDS[option][1](self) if option in NEEDS else len(self.values(option, self.run.steps)) >= self.limits.lines
+            for option in need.split("|")
+        )
 
 
 SAMPLES = 4
@@ -371,7 +367,7 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     "ranks": ("slowest_rank and step_ms", lambda case: case.slowest is not None),
     "times": (
         "step_ms of compressed steps",
-        lambda case: case.times is not None and len(case.compressed) >= case.limits.lines,
+        lambda case: case.known_times is not None and len(case.compressed) >= case.limits.lines,
     ),
 }
 """Requirements of rules other than fields of compression.jsonl: the text shown to users and the test for each."""

@@ -109,7 +109,7 @@ def print_text(diagnosis: Diagnosis) -> None:
 
 
 def _head(case: Case) -> str:
-    steps, times = case.run.steps, case.times
+    steps, times = case.run.steps, case.known_times
     shown = steps[-1].get("settings") or steps[-1].get("method") or "unknown settings"
     count = plural(len(steps), "measured step")
     head = f"{case.run.directory}: {count}, the last one {steps[-1]['step']:,}, with {shown}."

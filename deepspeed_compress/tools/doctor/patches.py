@@ -92,15 +92,19 @@ def _without_conflicts(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restore_momentum(config: dict[str, Any]) -> None:
     """Set the optimizer's momentum to the usual 0.9 wherever it is 0."""
-    optimizer = config.get("optimizer")
-    params = optimizer.get("params") if isinstance(optimizer, dict) else None
-    if not isinstance(params, dict):
-        return
+    params = _params(config, "optimizer")
     betas = params.get("betas")
     if isinstance(betas, list | tuple) and betas and not betas[0]:
         params["betas"] = [0.9, *betas[1:]]
     if params.get("momentum") == 0:
         params["momentum"] = 0.9
+
+
+def _params(config: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return the parameters of the optimizer or the scheduler, or an empty dict if there are none."""
+    holder = config.get(part)
+    params = holder.get("params") if isinstance(holder, dict) else None
+    return params if isinstance(params, dict) else {}
 
 
 def accumulated(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -130,14 +134,11 @@ def with_stage(config: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def slower(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return `config` with half the learning rate, or None if it specifies none."""
     result = copy.deepcopy(dict(config))
-    changed = False
-    for name, key in (("optimizer", "lr"), ("scheduler", "warmup_max_lr"), ("scheduler", "cycle_max_lr")):
-        holder = result.get(name)
-        params = holder.get("params") if isinstance(holder, dict) else None
-        if isinstance(params, dict) and isinstance(params.get(key), int | float):
+    for part, key in (("optimizer", "lr"), ("scheduler", "warmup_max_lr"), ("scheduler", "cycle_max_lr")):
+        params = _params(result, part)
+        if isinstance(params.get(key), int | float):
             params[key] /= 2
-            changed = True
-    return result if changed else None
+    return result if result != config else None
 
 
 def forgets(gradients: GradientsConfig) -> bool:

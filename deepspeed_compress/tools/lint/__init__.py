@@ -1,7 +1,7 @@
 """`ds-compress lint`: find what is wrong with a DeepSpeed configuration, without starting DeepSpeed.
 
 options       command-line options; all that other commands load
-command       reading, linting, fixing and writing; the command `rule`, and the page of all rules
+command       reading, linting, fixing and writing; the command `rule`, and the page of all rules (rules.md.jinja)
 files         finding and reading configurations
 document      a configuration with the place of every key and value in its text
 scanner       reader of HJSON that continues after errors; `values` reads its strings, and `yaml_reader` YAML

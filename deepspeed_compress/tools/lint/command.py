@@ -5,19 +5,19 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Fix
+from deepspeed_compress.diagnostics import SEVERITIES, Fix
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.model_families import read_config
 from deepspeed_compress.safe_files import replacing, temporary
-from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.files import STDIN, Source, detected_framework, sources
-from deepspeed_compress.tools.lint.fixes import Fixed, apply
+from deepspeed_compress.tools.lint.fixes import MAX_FIXES, Fixed, apply
+from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.options import Framework
-from deepspeed_compress.tools.lint.rule import Context, LintRule
+from deepspeed_compress.tools.lint.rule import PROOFS, Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import ALL, Selection, check_codes, ignored_inside, lint_document, matches
 from deepspeed_compress.tools.lint.scanner import parse
@@ -41,30 +41,32 @@ class Linted:
     detected: Framework | None
     """Framework, if only the file reveals it, or None."""
 
-    @property
-    def changed(self) -> bool:
-        return self.fixed.text != self.source.document.text
-
 
 def run(options: argparse.Namespace) -> int:
-    """Lint, and return the exit code: 0 without serious findings, 1 with them."""
+    """Lint, write corrections and findings, and return the exit code: 0 without serious findings, 1 with them."""
+    linted = _lint_files(options)
+    for note in _notes(linted, options):
+        print(f"ds-compress: {visible(note)}", file=sys.stderr)
+    for result in linted:
+        if result.fixed.text != result.source.document.text:
+            _replace_content(Path(result.source.path), result.fixed.text.encode())
+    findings = tuple(one for result in linted for one in result.fixed.remaining)
+    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    report = Report(findings, len(linted), RULES, sum(result.fixed.count for result in linted), has_colour)
+    sys.stdout.write(FORMATS[options.output_format](report))
+    grave = SEVERITIES[: SEVERITIES.index(options.exit_on) + 1]
+    return FOUND if any(one.severity in grave for one in findings) else CLEAN
+
+
+def _lint_files(options: argparse.Namespace) -> list[Linted]:
     if options.fix and STDIN in options.files:
         raise ConfigError("--fix: standard input cannot be corrected; write the name of the file")
     check_codes(options.select, RULES, "--select")
     check_codes(options.ignore, RULES, "--ignore")
     selection = Selection(tuple(options.select or (ALL,)), tuple(options.ignore))
-    context = Context(
-        options.world_size,
-        options.ranks_per_node,
-        options.framework,
-        None if options.model is None else read_config(options.model),
-    )
-    found = sources(options.files, options.exclude)
-    linted = [_lint(source, context, selection, options) for source in found]
-    for note in _notes(linted, options):
-        print(f"ds-compress: {visible(note)}", file=sys.stderr)
-    _write(linted, options)
-    return FOUND if _is_wrong(linted, options) else CLEAN
+    model = None if options.model is None else read_config(options.model)
+    context = Context(options.world_size, options.ranks_per_node, options.framework, model)
+    return [_lint(source, context, selection, options) for source in sources(options.files, options.exclude)]
 
 
 def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
@@ -83,37 +85,15 @@ def _notes(linted: list[Linted], options: argparse.Namespace) -> Iterator[str]:
             yield f"note: {paths[0]}{more}: checked for {framework}, because of {sign}; --framework overrides this"
 
 
-def _is_wrong(linted: list[Linted], options: argparse.Namespace) -> bool:
-    """Return True if a finding is at least as severe as `--exit-on`."""
-    grave = SEVERITIES[: SEVERITIES.index(options.exit_on) + 1]
-    return any(one.severity in grave for result in linted for one in result.fixed.remaining)
-
-
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
     known = replace(
         context,
         framework=context.framework or source.framework or detected_framework(source.document),
         world_size=context.world_size or source.world_size,
     )
-    detected = known.framework if context.framework is None else None
-
-    def lint(document: Document) -> Iterable[Diagnostic]:
-        return lint_document(document, known, selection)
-
-    if options.fix:
-        return Linted(source, apply(source.document, lint), detected)
-    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), detected)
-
-
-def _write(linted: list[Linted], options: argparse.Namespace) -> None:
-    """Write corrections and findings."""
-    for result in linted:
-        if result.changed:
-            _replace_content(Path(result.source.path), result.fixed.text.encode())
-    findings = tuple(one for result in linted for one in result.fixed.remaining)
-    fixed = sum(result.fixed.count for result in linted)
-    report = Report(findings, len(linted), RULES, fixed, _has_colour())
-    sys.stdout.write(FORMATS[options.output_format](report))
+    most = MAX_FIXES if options.fix else 0
+    fixed = apply(source.document, lambda document: lint_document(document, known, selection), most)
+    return Linted(source, fixed, known.framework if context.framework is None else None)
 
 
 def _replace_content(path: Path, content: bytes) -> None:
@@ -122,25 +102,6 @@ def _replace_content(path: Path, content: bytes) -> None:
     with replacing(target, temporary(target)) as stream:
         stream.write(content)
         shutil.copymode(target, temporary(target))
-
-
-def _has_colour() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-
-
-_PROOFS: Mapping[str, str] = {
-    "raises": "DeepSpeed fails with a message that matches `{}`.",
-    "ignores": "DeepSpeed starts and ignores it.",
-    "warns": "DeepSpeed starts and logs a message that matches `{}`.",
-    "accepts": "DeepSpeed starts without a message: {}.",
-    "unproved": "Not tested: {}.",
-}
-_HEAD = """# Lint rules
-
-All rules of [`ds-compress lint`](lint.md), by family. `ds-compress rule --all --markdown` prints this page, and
-`ds-compress rule CODE` explains one rule. Every example is tested: a rule reports its wrong example once and nothing in
-the right one. Unless a rule says otherwise, both were also given to DeepSpeed {version} itself.
-"""
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -153,66 +114,36 @@ def explain(options: argparse.Namespace) -> int:
         raise ConfigError("write the code or name of a rule, or --all")
     check_codes(options.rules, RULES, "rule")
     chosen = [rule for rule in RULES if options.all or matches(rule, options.rules)]
-    sys.stdout.write(page(chosen) if options.markdown else listing(chosen) if options.all else text(chosen))
+    if options.markdown:
+        text = page(chosen)
+    elif options.all:
+        text = "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in chosen)
+    else:
+        text = _rendered(sections=chosen)
+    sys.stdout.write(text)
     return 0
-
-
-def listing(rules: Iterable[LintRule]) -> str:
-    """Return one line per rule."""
-    return "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in rules)
-
-
-def text(rules: Iterable[LintRule]) -> str:
-    """Return the full description of the rules."""
-    return "\n".join(_section(rule, "#") for rule in rules)
 
 
 def page(rules: Iterable[LintRule]) -> str:
     """Return the documentation page: a table and a section for each rule, grouped by family."""
-    rules = sorted(rules, key=lambda rule: rule.code)
-    families = dict.fromkeys(rule.family for rule in rules)
-    version = json.loads(Path(__file__).with_name("keys.json").read_bytes())["deepspeed"]
-    parts = [_HEAD.format(version=version)]
-    for family in families:
-        of_family = [rule for rule in rules if rule.family == family]
-        parts.append("\n".join((f"## {family[0].upper()}{family[1:]}\n", *_table(of_family), "")))
-        parts += [_section(rule, "###") for rule in of_family]
-    return "\n".join(parts)
+    ordered = sorted(rules, key=lambda rule: rule.code)
+    families = dict.fromkeys(rule.family for rule in ordered)
+    return _rendered(families=[(name, [rule for rule in ordered if rule.family == name]) for name in families])
 
 
-def _table(rules: Iterable[LintRule]) -> Iterator[str]:
-    yield "| code | name | severity | fix | what it finds |"
-    yield "|---|---|---|---|---|"
-    for rule in rules:
-        marked = "" if fix_of(rule) is None else "yes"
-        summary = rule.summary.replace("|", "\\|")
-        link = f"[{rule.code}](#{rule.code.lower()}-{rule.name})"
-        yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {summary} |"
+def _rendered(*, families: Sequence[tuple[str, list[LintRule]]] = (), sections: Sequence[LintRule] = ()) -> str:
+    """Return the text of the template for families of rules, or for sections of single rules."""
+    # Linting does not need the package.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, trim_blocks=True, undefined=StrictUndefined)
+    environment.globals |= {"fix_of": fix_of, "json": json.dumps, "proofs": PROOFS, "version": keys().version}
+    template = environment.get_template("rules.md.jinja")
+    return template.render(families=families, sections=sections).strip() + "\n"
 
 
 def fix_of(rule: LintRule) -> Fix | None:
     """Return the fix that the rule proposes for its bad example, or None."""
     found = rule.check(parse(rule.wrong), Context(**rule.context))
     return next((one.fix for one in found if one.fix is not None), None)
-
-
-def _section(rule: LintRule, heading: str) -> str:
-    fix = fix_of(rule)
-    fixed = () if fix is None else (f"`--fix`: {fix.title}.\n",)
-    return "\n".join(
-        (
-            f"{heading} {rule.code} {rule.name}\n",
-            f"{rule.severity.capitalize()}. {rule.summary}\n",
-            f"{rule.reason}\n",
-            f"{_PROOFS[rule.proof.kind].format(rule.proof.text.rstrip('.'))}\n",
-            *fixed,
-            *_shown_example("Wrong", rule.wrong, rule.context),
-            *_shown_example("Right", rule.right, rule.context),
-        )
-    )
-
-
-def _shown_example(title: str, source: str, context: Mapping[str, object]) -> Iterator[str]:
-    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in context.items())
-    yield f"{title}{f' ({given})' if given else ''}:\n"
-    yield f"```hjson\n{source.strip()}\n```\n"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Path, Place, Span
+from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Path, Place, Span, at, write
 from deepspeed_compress.tools.lint.values import AUTO, integer, number, truth
 
 _ZERO = "zero_optimization"
@@ -45,25 +45,16 @@ def object_node(members: Sequence[Member], span: Span) -> Node:
     return Node("object", value, span, tuple(members), by_key=by_key)
 
 
-ExtensionKind = Literal[
-    "byte-order-mark",
-    "comment",
-    "escape",
-    "missing-braces",
-    "missing-comma",
-    "multi-line-string",
-    "single-quotes",
-    "trailing-comma",
-    "unquoted-key",
-    "unquoted-string",
-]
+UNQUOTED = "an unquoted string"
+"""Kind of extension that is a string without quotes, which extends to the end of its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
     """Syntax of HJSON that JSON does not have. DeepSpeed reads HJSON; Hugging Face reads JSON."""
 
-    kind: ExtensionKind
+    kind: str
+    """Kind of syntax as messages name it, such as "a trailing comma"."""
     span: Span
 
 
@@ -141,7 +132,10 @@ class Document:
         for part in path:
             if node is None:
                 return None
-            node = _child(node, part)
+            if isinstance(part, int):
+                node = node.items[part] if 0 <= part < len(node.items) else None
+            else:
+                node = node.by_key[part].value if part in node.by_key else None
         return node
 
     def member(self, *path: str | int) -> Member | None:
@@ -221,14 +215,10 @@ class Document:
         """Return the optimizer's type in lower case, as DeepSpeed compares it, or an empty string."""
         return self.string("optimizer", "type").lower()
 
-    def params(self, what: str) -> Mapping[str, Any]:
-        """Return the parameters of the optimizer or the scheduler."""
-        return self.section(what, "params")
-
     @property
     def parameter_paths(self) -> list[Path]:
         """Return the paths of the parameters of the optimizer and of the scheduler."""
-        return [(part, "params", key) for part in ("optimizer", "scheduler") for key in self.params(part)]
+        return [(part, "params", key) for part in ("optimizer", "scheduler") for key in self.section(part, "params")]
 
     @property
     def stages(self) -> int:
@@ -243,11 +233,9 @@ class Document:
         return max(ours or self.integer("tensor_parallel", "autotp_size") or 1, 1)
 
 
-def _child(node: Node, part: str | int) -> Node | None:
-    if isinstance(part, int):
-        return node.items[part] if 0 <= part < len(node.items) else None
-    member = node.by_key.get(part)
-    return None if member is None else member.value
+def unread(path: str, text: str, span: Span, what: str, instead: str) -> Document:
+    """Return the document of a file that cannot be read: a problem at `span` of its text, and no values."""
+    return Document(path, text, None, (Diagnostic(at(span=span), what, write(instead)),), fixable=False)
 
 
 def _duplicates(node: Node) -> int:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
-from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
+from deepspeed_compress.diagnostics import Span
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import check_regular
-from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.document import Document, unread
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rules.accelerate import SECTION, YAML, file_name, find_file, is_used
 from deepspeed_compress.tools.lint.rules.auto import BY_TRAINER
@@ -77,8 +77,7 @@ def _sources(argument: str, exclude: tuple[str, ...]) -> Iterator[Source]:
             yield from _read(path, found=True)
     elif not os.path.exists(argument):
         raise ConfigError(
-            f"{argument[:200]}: no such file or directory. Write the path of a DeepSpeed configuration, such as "
-            "ds_config.json, of a directory, or - for standard input."
+            f"{argument[:200]}: no such file or directory. Write the path of one, or - for standard input."
         )
     else:
         check_regular(argument)
@@ -122,7 +121,7 @@ def _read(path: str, found: bool = False, follow: bool = True) -> Iterator[Sourc
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        yield Source(_unreadable(path, f"cannot be read ({error.strerror})", "a file that can"))
+        yield Source(unread(path, "", Span(0, 0), f"cannot be read ({error.strerror})", "a file that can"))
         return
     if path.endswith(YAML):
         yield from _of_yaml(path, content, follow)
@@ -139,20 +138,16 @@ def _of_yaml(path: str, content: bytes, follow: bool) -> Iterator[Source]:
     """
     if not _is_meant(path, _MARKED_YAML, content):
         if follow and _MARKED_NAMING.search(content):
-            yield from _named_by_framework(_document(path, content))
+            settings = _document(path, content)
+            for source in (source for key in _NAMING for source in _named(settings, settings.get(key))):
+                # A fine-tuning framework trains with Trainer.
+                yield replace(source, framework=source.framework or "hf")
         return
     document = _document(path, content)
     if document.has(SECTION):
         yield from _of_accelerate(document)
     elif document.problems or is_config(document):
         yield Source(document)
-
-
-def _named_by_framework(document: Document) -> Iterator[Source]:
-    """Yield the configurations that the settings of a fine-tuning framework name. It trains with Trainer."""
-    for key in _NAMING:
-        for source in _named(document, document.get(key)):
-            yield replace(source, framework=source.framework or "hf")
 
 
 def _of_accelerate(document: Document) -> Iterator[Source]:
@@ -172,43 +167,27 @@ def _named(document: Document, name: object) -> Iterator[Source]:
     file = find_file(document, name) if isinstance(name, str) else None
     for source in () if file is None else _read(file, follow=False):
         # Only `document` names this file. One that came from elsewhere must not change other files.
-        near = any(_is_below(directory, source.path) for directory in (os.curdir, os.path.dirname(document.path)))
+        real, above = Path(source.path).resolve(), (Path(), Path(document.path).parent)
+        near = any(real.is_relative_to(directory.resolve()) for directory in above)
         yield replace(source, document=replace(source.document, fixable=source.document.fixable and near))
-
-
-def _is_below(directory: str, path: str) -> bool:
-    """Return True if a file is in a directory or below it, with all links resolved."""
-    above = os.path.realpath(directory)
-    return os.path.commonpath((above, os.path.realpath(path))) == above
 
 
 def _document(path: str, content: bytes) -> Document:
     if len(content) > MAX_BYTES:
-        return _unreadable(path, f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
+        return unread(path, "", Span(0, 0), f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         # Each invalid byte is replaced by a character, so that the line of the error can be reported.
-        return Document(
-            path, content.decode("utf-8", "replace"), None, (_wrong_encoding(content, error),), fixable=False
-        )
+        shown, start = content.decode("utf-8", "replace"), len(content[: error.start].decode("utf-8"))
+        wide = next((f", but {name} by its byte order mark" for mark, name in _MARKS if content.startswith(mark)), "")
+        what = f"not UTF-8 text (byte {error.start}){wide}"
+        return unread(path, shown, Span(start, start + 1), what, "the file in UTF-8")
     if path.endswith(YAML):
         from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
 
         return parse_yaml(text, path)
     return parse(text, path)
-
-
-def _wrong_encoding(content: bytes, error: UnicodeDecodeError) -> Diagnostic:
-    start = len(content[: error.start].decode("utf-8"))
-    wide = next((f", but {name} by its byte order mark" for mark, name in _MARKS if content.startswith(mark)), "")
-    what = f"not UTF-8 text (byte {error.start}){wide}"
-    return Diagnostic(at(span=Span(start, start + 1)), what, write("the file in UTF-8"))
-
-
-def _unreadable(path: str, message: str, instead: str) -> Document:
-    problem = Diagnostic(at(span=Span(0, 0)), message, write(instead))
-    return Document(path, "", None, (problem,), fixable=False)
 
 
 def _is_meant(path: str, mark: re.Pattern[bytes], content: bytes) -> bool:

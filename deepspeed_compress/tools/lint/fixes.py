@@ -128,10 +128,10 @@ class Fixed:
         return self.document.text
 
 
-def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]]) -> Fixed:
-    """Apply the possible fixes one after the other, because each may change what is found and where."""
+def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]], most: int = MAX_FIXES) -> Fixed:
+    """Apply up to `most` fixes one after the other, because each may change what is found and where."""
     count, remaining = 0, tuple(lint(document))
-    while document.fixable and count < MAX_FIXES:
+    while document.fixable and count < most:
         fixes = [one.fix for one in remaining if one.fix is not None]
         texts = (edited(document.text, one.edits) for one in fixes)
         changed = (parse(text, document.path) for text in texts if text != document.text)

@@ -1,7 +1,7 @@
 """The keys that DeepSpeed knows, by section: keys.json, which `launch/lint_keys.py` writes."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -20,8 +20,8 @@ OUR_SECTION = "deepspeed_compress"
 class Key:
     """Key of a section. Its type is unknown if there are no `kinds`. `deprecated` is the key to write instead."""
 
-    kinds: tuple[str, ...] = ()
-    choices: tuple[object, ...] = ()
+    kinds: Sequence[str] = ()
+    choices: Sequence[object] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
     """Limits by "above", "least", "below" and "most"."""
     alias: str = ""
@@ -60,30 +60,25 @@ class Keys:
 def keys() -> Keys:
     """Return the table, which is read only once."""
     table = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
-    sections = [_section(_split(name), content) for name, content in table["sections"].items()]
+    sections = {
+        path: Section(
+            path, content["unknown"] == "refused", {name: Key(**key) for name, key in content["keys"].items()}
+        )
+        for path, content in _by_path(table["sections"])
+    }
     return Keys(
         table["deepspeed"],
-        {section.path: section for section in sections},
-        {_split(name): frozenset(removed) for name, removed in table["removed"].items()},
+        sections,
+        {path: frozenset(removed) for path, removed in _by_path(table["removed"])},
         {name: frozenset(parameters) for name, parameters in table["optimizers"].items()},
         frozenset(table["untested_optimizers"]),
         table["schedulers"],
     )
 
 
-def _split(name: str) -> tuple[str, ...]:
-    return tuple(name.split("/")) if name else ()
-
-
-def _section(path: tuple[str, ...], content: Mapping[str, Any]) -> Section:
-    found = {name: _key(key) for name, key in content["keys"].items()}
-    return Section(path, content["unknown"] == "refused", found)
-
-
-def _key(key: Mapping[str, Any]) -> Key:
-    limits = {name: key[name] for name in ("above", "least", "below", "most") if name in key}
-    kinds, choices = tuple(key.get("kinds", ())), tuple(key.get("choices", ()))
-    return Key(kinds, choices, limits, key.get("alias", ""), key.get("deprecated", ""))
+def _by_path(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, content in table.items():
+        yield tuple(name.split("/")) if name else (), content
 
 
 def known_values(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath, Key, Member]]:
@@ -110,7 +105,7 @@ def unknown_keys(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath,
                 yield (*section.path, name), section
 
 
-def closest(name: str, names: Mapping[str, object] | frozenset[str], cutoff: float = _CLOSE) -> str | None:
+def closest(name: str, names: Iterable[str], cutoff: float = _CLOSE) -> str | None:
     """Return the name among `names` that `name` is probably a misspelling of, or None."""
     lower = {known.lower().replace("-", "_"): known for known in sorted(names)}
     close = get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=cutoff)

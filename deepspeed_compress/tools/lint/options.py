@@ -18,11 +18,26 @@ def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lint` to `parser`."""
     what = "files, directories, or - for standard input (default: .)"
     parser.add_argument("files", nargs="*", default=["."], metavar="FILE", help=what)
-    _add_files(parser.add_argument_group("files"))
-    _add_rules(parser.add_argument_group("rules"))
-    _add_context(parser.add_argument_group("facts about the run"))
-    _add_fixes(parser.add_argument_group("fixes"))
-    _add_output(parser.add_argument_group("output"))
+    group = parser.add_argument_group("files")
+    what = "patterns of files and directories to skip, separated by commas"
+    group.add_argument("--exclude", type=_words, action="extend", default=[], metavar="PATTERNS", help=what)
+    group = parser.add_argument_group("rules")
+    what = "rules to apply: codes, prefixes of codes, names, or ALL (default)"
+    group.add_argument("--select", type=_words, action="extend", default=[], metavar="RULES", help=what)
+    what = "rules to leave out"
+    group.add_argument("--ignore", type=_words, action="extend", default=[], metavar="RULES", help=what)
+    group = parser.add_argument_group("facts about the run")
+    group.add_argument("--world-size", type=positive_integer, metavar="N", help="total number of ranks")
+    group.add_argument("--ranks-per-node", type=positive_integer, metavar="N", help="number of ranks on each node")
+    what = f"program that reads the configuration; {', '.join(FINE_TUNING)} are hf"
+    group.add_argument("--framework", type=_framework, choices=FRAMEWORKS, help=what)
+    group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model: its directory or config.json")
+    group = parser.add_argument_group("fixes")
+    group.add_argument("--fix", action="store_true", help="correct what has a safe correction")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-format", choices=FORMATS, default="full")
+    what = "lowest severity for which the exit code is 1 (default: warning)"
+    group.add_argument("--exit-on", choices=SEVERITIES, default="warning", help=what)
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,36 +45,6 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", nargs="*", metavar="CODE", help="code or name of a rule, such as DSC201")
     parser.add_argument("--all", action="store_true", help="list all rules, one per line")
     parser.add_argument("--markdown", action="store_true", help="print a page of documentation")
-
-
-def _add_files(group: argparse._ArgumentGroup) -> None:
-    what = "patterns of files and directories to skip, separated by commas"
-    group.add_argument("--exclude", type=_words, action="extend", default=[], metavar="PATTERNS", help=what)
-
-
-def _add_rules(group: argparse._ArgumentGroup) -> None:
-    what = "rules to apply: codes, prefixes of codes, names, or ALL (default)"
-    group.add_argument("--select", type=_words, action="extend", default=[], metavar="RULES", help=what)
-    what = "rules to leave out"
-    group.add_argument("--ignore", type=_words, action="extend", default=[], metavar="RULES", help=what)
-
-
-def _add_context(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--world-size", type=positive_integer, metavar="N", help="total number of ranks")
-    group.add_argument("--ranks-per-node", type=positive_integer, metavar="N", help="number of ranks on each node")
-    what = f"program that reads the configuration; {', '.join(FINE_TUNING)} are hf"
-    group.add_argument("--framework", type=_framework, choices=FRAMEWORKS, help=what)
-    group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model: its directory or config.json")
-
-
-def _add_fixes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--fix", action="store_true", help="correct what has a safe correction")
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output-format", choices=FORMATS, default="full")
-    what = "lowest severity for which the exit code is 1 (default: warning)"
-    group.add_argument("--exit-on", choices=SEVERITIES, default="warning", help=what)
 
 
 def _framework(name: str) -> str:

@@ -16,10 +16,9 @@ import inspect
 import json
 import re
 import textwrap
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Severity, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
@@ -31,7 +30,14 @@ from deepspeed_compress.tools.outputs.report import Rule
 
 _FIELD = re.compile(r"^(Wrong|Right|Context|Proof):", re.MULTILINE)
 
-ProofKind = Literal["raises", "ignores", "warns", "accepts", "unproved"]
+PROOFS: Mapping[str, str] = {
+    "raises": "DeepSpeed fails with a message that matches `{}`.",
+    "ignores": "DeepSpeed starts and ignores it.",
+    "warns": "DeepSpeed starts and logs a message that matches `{}`.",
+    "accepts": "DeepSpeed starts without a message: {}.",
+    "unproved": "Not tested: {}.",
+}
+"""Kinds of proofs with the sentence of each on the page of rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class Proof:
     wrong nevertheless), and unproved (the behavior could not be observed, for the reason `text`).
     """
 
-    kind: ProofKind
+    kind: str
     text: str = ""
 
 
@@ -59,12 +65,15 @@ def read_texts(docstring: str) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{docstring.strip()[:60]!r} has no field {' or '.join(sorted(missing))}")
     summary, _, reason = head.strip().partition("\n\n")
+    kind, _, proof = _joined(fields["Proof"]).partition(" ")
+    if kind not in PROOFS:
+        raise ValueError(f"{kind!r} is not a kind of proof (allowed: {', '.join(PROOFS)})")
     return {
         "summary": summary,
         "reason": _joined(reason),
         "wrong": _example(fields["Wrong"]),
         "right": _example(fields["Right"]),
-        "proof": _proof(_joined(fields["Proof"])),
+        "proof": Proof(kind, proof),
         "context": json.loads(fields.get("Context", "{}")),
     }
 
@@ -80,14 +89,6 @@ def _example(value: str) -> str:
     return json.dumps(json.loads(value), indent=2) + "\n"
 
 
-def _proof(value: str) -> Proof:
-    kind, _, text = value.partition(" ")
-    for known in get_args(ProofKind):
-        if kind == known:
-            return Proof(known, text)
-    raise ValueError(f"{kind!r} is not a kind of proof (allowed: {', '.join(get_args(ProofKind))})")
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """Facts about the run that the user states. None means unknown, in which case rules do not guess."""
@@ -97,6 +98,15 @@ class Context:
     framework: Framework | None = None
     model: Mapping[str, Any] | None = None
     """Content of the config.json of a Hugging Face model."""
+
+    @property
+    def hugging_face(self) -> bool:
+        """Return True if Hugging Face reads the configuration."""
+        return self.framework in ("hf", "accelerate")
+
+    def is_pipelined(self, document: Document) -> bool:
+        """Return True if the model is a pipeline. Hugging Face ignores the section `pipeline`, whatever it says."""
+        return not self.hugging_face if document.has("pipeline") else document.stages > 1
 
 
 Findings = Iterator[Diagnostic]
@@ -141,13 +151,7 @@ _FAMILIES = {
     "DSC800": "silent",
     "DSC900": "compress",
 }
-"""Families by the first of their codes, in order."""
-
-
-def family_of(code: str) -> str:
-    """Return the family of a rule, which its code determines."""
-    starts = list(_FAMILIES)
-    return _FAMILIES[starts[bisect_right(starts, code) - 1]]
+"""Families of rules by the first of their codes."""
 
 
 def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
@@ -160,12 +164,12 @@ def rule(code: str, severity: Severity) -> Callable[[Check], LintRule]:
 
     def decorate(check: Check) -> LintRule:
         texts, name = read_texts(check.__doc__ or ""), check.__name__.replace("_", "-")
-        return LintRule(code=code, name=name, severity=severity, family=family_of(code), check=check, **texts)
+        family = _FAMILIES[max(start for start in _FAMILIES if start <= code)]
+        return LintRule(code=code, name=name, severity=severity, family=family, check=check, **texts)
 
     return decorate
 
 
-HUGGING_FACE = frozenset({"hf", "accelerate"})
 ZERO = "zero_optimization"
 ONE_BIT = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 """Optimizers that DeepSpeed no longer has."""
@@ -191,33 +195,7 @@ def corrected(document: Document, path: Path, what: str, value: object, title: s
     return finding(path, what, show(value), fix(title, replace(document, path, value)))
 
 
-def unknown_word(word: str, path: Path, names: Mapping[str, object], what: str, example: str) -> Diagnostic:
-    """Return a finding about a word that is none of `names`, with the one that was probably meant."""
+def meant(word: str, names: Iterable[str], otherwise: str) -> str:
+    """Return what to write instead of `word`: the one of `names` that was probably meant, or else `otherwise`."""
     close = closest(word, names)
-    return finding(path, what, f"{example}, for instance" if close is None else _if_meant(close))
-
-
-def unknown_parameter(path: Path, names: Mapping[str, object] | frozenset[str], what: str) -> Diagnostic:
-    """Return a finding about a key that is none of `names`, with the one that was probably meant."""
-    close = closest(str(path[-1]), names)
-    return key_finding(path, what, "nothing: remove the key" if close is None else _if_meant(close))
-
-
-def _if_meant(name: str) -> str:
-    return f'"{name}", if you meant that'
-
-
-def hugging_face(context: Context) -> bool:
-    """Return True if Hugging Face reads the configuration."""
-    return context.framework in HUGGING_FACE
-
-
-def is_pipelined(document: Document, context: Context) -> bool:
-    """Return True if the model is a pipeline. Hugging Face ignores the section `pipeline`, whatever it says."""
-    return not hugging_face(context) if document.has("pipeline") else document.stages > 1
-
-
-def text_model(model: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the configuration of a model's text part, which is the whole of most models."""
-    text = (model or {}).get("text_config")
-    return text if isinstance(text, dict) else model or {}
+    return otherwise if close is None else f'"{close}", if you meant that'

@@ -62,7 +62,7 @@ def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> 
     rules = tuple(rules)
     for code in codes:
         if not any(_match(rule, code) for rule in rules):
-            close = closest(code, {name: None for rule in rules for name in (rule.code, rule.name)}, cutoff=0.6)
+            close = closest(code, [name for rule in rules for name in (rule.code, rule.name)], cutoff=0.6)
             raise ConfigError(
                 f"{place}: {code!r} is not a rule (allowed: codes, prefixes of codes, names, ALL). "
                 f"Write {close or f'{rules[0].code}, or {rules[0].name}'}; `ds-compress rule --all` lists all rules."

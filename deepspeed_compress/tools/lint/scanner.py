@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
-from deepspeed_compress.tools.lint.document import Document, Extension, ExtensionKind, Kind, Member, Node, object_node
+from deepspeed_compress.tools.lint.document import UNQUOTED, Document, Extension, Kind, Member, Node, object_node
 from deepspeed_compress.tools.lint.values import ScanError, match, multi_line, quoted, to_json
 
 MAX_DEPTH = 100
@@ -77,7 +77,7 @@ class _Scanner:
         if self.parts > MAX_PARTS and not self.stopped:
             self.stop(f"more than {MAX_PARTS} values and comments")
 
-    def extend(self, kind: ExtensionKind, span: Span) -> None:
+    def extend(self, kind: str, span: Span) -> None:
         self.extensions.append(Extension(kind, span))
         self.count()
 
@@ -88,7 +88,7 @@ class _Scanner:
                 self.at = space.end()
             if not (comment := _COMMENT.match(self.text, self.at)):
                 break
-            self.extend("comment", Span(*comment.span()))
+            self.extend("a comment", Span(*comment.span()))
             self.at = comment.end()
         if self.text.startswith("/*", self.at):
             start, self.at = self.at, len(self.text)
@@ -98,7 +98,7 @@ class _Scanner:
 
     def document(self) -> Node | None:
         if self.text.startswith("\ufeff"):
-            self.extend("byte-order-mark", Span(0, 1))
+            self.extend("a byte order mark", Span(0, 1))
             self.at = 1
         self.gap()
         root = self.nothing() if not self.peek() else self.value() if self.peek() in "{[" else self.bare()
@@ -109,7 +109,7 @@ class _Scanner:
 
     def nothing(self) -> Node | None:
         """Read an empty file, which hjson accepts as an empty object, though not after a byte order mark."""
-        self.extend("missing-braces", Span(0, 0))
+        self.extend("no braces around the settings", Span(0, 0))
         if self.text.startswith("\ufeff"):
             self.note(Span(0, 0), "there is nothing in this file", "a configuration, such as {}")
         return object_node([], Span(0, 0))
@@ -122,7 +122,7 @@ class _Scanner:
         if not members:
             # If the text is not a configuration at all, one error is enough.
             del self.problems[1:]
-        self.extend("missing-braces", Span(start, start))
+        self.extend("no braces around the settings", Span(start, start))
         return object_node(members, Span(start, self.at))
 
     # Objects and arrays
@@ -177,9 +177,9 @@ class _Scanner:
             self.at += 1
             self.gap()
             if self.peek() in ("}", "]", ""):
-                self.extend("trailing-comma", comma)
+                self.extend("a trailing comma", comma)
         elif self.peek() not in ("}", "]", ""):
-            self.extend("missing-comma", Span(end, end))
+            self.extend("a missing comma", Span(end, end))
 
     def ends(self, closer: str, opening: Span) -> bool:
         """Return True if the object or array is closed here, either properly or by an error."""
@@ -221,7 +221,7 @@ class _Scanner:
             raise self.error(f"{self.found()} where a key should be", 'a key in double quotes and ":"')
         self.at = found.end() - 1
         key, span = found[1].rstrip() if found[2] else found[1], Span(start, found.end(1))
-        self.extend("unquoted-key", span)
+        self.extend("an unquoted key", span)
         return key, span
 
     def found(self) -> str:
@@ -232,9 +232,9 @@ class _Scanner:
         value, self.at, is_json = quoted(self.text, start)
         span = Span(start, self.at)
         if self.text[start] == "'":
-            self.extend("single-quotes", span)
+            self.extend("a string in single quotes", span)
         elif not is_json:
-            self.extend("escape", span)
+            self.extend("an escape sequence", span)
         return value, span
 
     def string(self) -> Node:
@@ -243,7 +243,7 @@ class _Scanner:
             return Node("string", value, span)
         start = self.at
         value, self.at = multi_line(self.text, start, self.indentation())
-        self.extend("multi-line-string", Span(start, self.at))
+        self.extend("a string in triple quotes", Span(start, self.at))
         return Node("string", value, Span(start, self.at))
 
     def indentation(self) -> int | None:
@@ -269,7 +269,7 @@ class _Scanner:
         value = line[0].strip()
         start = self.at + len(line[0]) - len(line[0].lstrip())
         span, self.at = Span(start, start + len(value)), line.end()
-        self.extend("unquoted-string", span)
+        self.extend(UNQUOTED, span)
         return Node("string", value, span)
 
     def literal(self, found: re.Match[str]) -> Node:
@@ -280,7 +280,7 @@ class _Scanner:
         self.at = span.end
         if not source.isascii() or found[0][len(source) :].strip(" \t"):
             self.at = found.end()
-            self.extend("unquoted-string", Span(*found.span()))
+            self.extend(UNQUOTED, Span(*found.span()))
         return node
 
     def number(self, found: re.Match[str], span: Span) -> int | float:

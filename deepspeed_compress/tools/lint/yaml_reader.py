@@ -4,8 +4,9 @@ from typing import Any
 
 import yaml
 
-from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
-from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node
+from deepspeed_compress.diagnostics import Span
+from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node, unread
+from deepspeed_compress.tools.lint.values import ScanError
 
 MAX_BYTES = 64 * 2**10
 """Maximum number of bytes. PyYAML is slow, and configurations have only a few kilobytes."""
@@ -13,25 +14,16 @@ MAX_BYTES = 64 * 2**10
 _KINDS: dict[type, Kind] = {bool: "bool", int: "number", float: "number", type(None): "null"}
 
 
-class _AliasError(Exception):
-    """Alias of the mapping or list at `span`."""
-
-    def __init__(self, span: Span) -> None:
-        super().__init__(span)
-        self.span = span
-
-
 def parse_yaml(text: str, path: str = "") -> Document:
     """Read YAML, or report what is wrong with it. YAML is never corrected."""
     if len(text.encode()) > MAX_BYTES:
-        return _unread(path, text, Span(0, 0), f"larger than {MAX_BYTES >> 10} KiB", "a configuration")
+        return unread(path, text, Span(0, 0), f"larger than {MAX_BYTES >> 10} KiB", "a configuration")
     try:
         root = _convert(yaml.compose(text, Loader=yaml.SafeLoader), set())
-    except _AliasError as error:
-        what = "an alias of a mapping or a list, which the linter does not follow"
-        return _unread(path, text, error.span, what, "its content in this place")
+    except ScanError as error:
+        return unread(path, text, error.span, error.message, error.instead)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return _unread(path, text, *_error(error, len(text)))
+        return unread(path, text, *_error(error, len(text)))
     return Document(path, text, root, fixable=False)
 
 
@@ -46,7 +38,8 @@ def _convert(node: Any, seen: set[int]) -> Node:
         return Node(kind, value if kind != "string" else str(value), span)
     if id(node) in seen:
         # A few lines of such aliases can stand for billions of values.
-        raise _AliasError(span)
+        what = "an alias of a mapping or a list, which the linter does not follow"
+        raise ScanError(span, what, "its content in this place", span.end)
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
         return object_node([_member(key, value, seen) for key, value in node.value], span)
@@ -73,7 +66,3 @@ def _error(error: Exception, length: int) -> tuple[Span, str, str]:
     start = min(mark.index if mark is not None else getattr(error, "position", 0), length)
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     return Span(start, min(start + 1, length)), f"not YAML: {what}", "YAML"
-
-
-def _unread(path: str, text: str, span: Span, message: str, instead: str) -> Document:
-    return Document(path, text, None, (Diagnostic(at(span=span), message, write(instead)),), fixable=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Place, Severity
+from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Severity
 from deepspeed_compress.tools.outputs.report import Report, Rule, concise, full, lines, message, statistics, visible
 
 Keys = Mapping[str, Callable[[Diagnostic], object]]
@@ -24,7 +24,7 @@ LINT_KEYS: Keys = {
     "pointer": lambda one: one.pointer,
     "message": lambda one: one.message,
     "advice": lambda one: one.remedy,
-    "fix": lambda one: one.fix and _fix_object(one.fix),
+    "fix": lambda one: one.fix and {"title": one.fix.title, "edits": [_edit(edit) for edit in one.fix.edits]},
 }
 """Keys of the linter's JSON, described in docs/lint.md."""
 DOCTOR_SEVERITIES: Mapping[Severity, str] = {"error": "critical", "warning": "serious", "info": "notice"}
@@ -69,11 +69,7 @@ def json_array(report: Report) -> str:
     return to_json(objects(report.diagnostics, LINT_KEYS))
 
 
-def _fix_object(fix: Fix) -> dict[str, object]:
-    return {"title": fix.title, "edits": [_edit_object(edit) for edit in fix.edits]}
-
-
-def _edit_object(edit: Edit) -> dict[str, object]:
+def _edit(edit: Edit) -> dict[str, object]:
     return {"start": edit.span.start, "end": edit.span.end, "text": edit.text}
 
 
@@ -133,21 +129,19 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 
 def _result(one: Diagnostic, rule: int) -> dict[str, Any]:
-    artifact = {"uri": _uri(one.place.file)}
-    place = {"physicalLocation": {"artifactLocation": artifact, "region": _region(one.place)}}
+    # The bytes of a path need not be UTF-8.
+    quoted = quote(one.place.file.encode("utf-8", "surrogateescape"))
+    artifact = {"uri": f"file://{quoted}" if quoted.startswith("/") else quoted}
+    (line, column), (end_line, end_column) = one.place.start, one.place.end
+    region = {"startLine": line, "startColumn": column, "endLine": end_line, "endColumn": end_column}
     result = {
         "ruleId": one.code,
         "ruleIndex": rule,
         "level": _SARIF_LEVELS[one.severity],
         "message": {"text": _text(one)},
-        "locations": [place],
+        "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
     }
     return result if one.fix is None else {**result, "fixes": [_sarif_fix(one.fix, artifact)]}
-
-
-def _region(place: Place) -> dict[str, int]:
-    (line, column), (end_line, end_column) = place.start, place.end
-    return {"startLine": line, "startColumn": column, "endLine": end_line, "endColumn": end_column}
 
 
 def _sarif_fix(fix: Fix, artifact: dict[str, str]) -> dict[str, Any]:
@@ -158,12 +152,6 @@ def _sarif_fix(fix: Fix, artifact: dict[str, str]) -> dict[str, Any]:
 def _replacement(edit: Edit) -> dict[str, Any]:
     region = {"charOffset": edit.span.start, "charLength": edit.span.end - edit.span.start}
     return {"deletedRegion": region, "insertedContent": {"text": edit.text}}
-
-
-def _uri(path: str) -> str:
-    """Return a path, whose bytes need not be UTF-8, as a relative or absolute URI."""
-    quoted = quote(path.encode("utf-8", "surrogateescape"))
-    return f"file://{quoted}" if path.startswith("/") else quoted
 
 
 FORMATS: Mapping[str, Callable[[Report], str]] = {

@@ -9,10 +9,8 @@ A module of rules decorates its checks, which turns them into rules:
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import TypeVar
 
 from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic, Severity
 
@@ -36,15 +34,6 @@ class Rule:
         """Return `diagnostic` with the code, name and severity of this rule."""
         severity = self.severity or diagnostic.severity
         return replace(diagnostic, code=self.code, name=self.name, severity=severity)
-
-
-AnyRule = TypeVar("AnyRule", bound=Rule)
-
-
-def rules_of(modules: Iterable[ModuleType], kind: type[AnyRule]) -> Iterator[AnyRule]:
-    """Yield the rules that `modules` define, in the order of their source."""
-    for module in modules:
-        yield from (value for value in vars(module).values() if isinstance(value, kind))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,17 +64,14 @@ class Metric:
 
     def row(self, runs: list[Run]) -> tuple[str, list[float | None], bool]:
         """Return the title, the figures of `runs`, and whether their change is meaningful."""
-        last = self._last_common_step(runs)
+        # Last step at which all runs have a value of `column`.
+        steps = [run.column(self.column).keys() for run in runs] if self.column else [()]
+        last = max(set.intersection(*map(set, steps)), default=None)
         figures = [self.of(run if last is None else run.until(last)) for run in runs]
         lengths = {max(run.column(self.column), default=0) if self.column else run.last_step for run in runs}
         if last is None or len(lengths) == 1:
             return self.title, figures, self.compared and (len(lengths) == 1 or not (self.column or self.of_whole))
         return f"{self.title}, up to step {last:,}", figures, self.compared
-
-    def _last_common_step(self, runs: list[Run]) -> int | None:
-        """Return the last step at which all `runs` have a value of `column`; None if there is none."""
-        steps = [run.column(self.column).keys() for run in runs] if self.column else []
-        return max(set.intersection(*map(set, steps)), default=None) if steps else None
 
 
 def _mean(run: Run, key: str) -> float | None:
@@ -119,23 +116,31 @@ def _of_summary(key: str) -> Callable[[Run], float | None]:
     return lambda run: (run.files.summary or {}).get(key)
 
 
+def _nonzero(run: Run, key: str) -> dict[int, Any]:
+    """Return the values of a column that are not zero, by step."""
+    return {step: value for step, value in run.column(key).items() if value}
+
+
+def _mean_of_nonzero(run: Run, key: str) -> float | None:
+    values = _nonzero(run, key).values()
+    return statistics.fmean(values) if values else None
+
+
 def _count_exchanges(run: Run) -> float | None:
     """Return the number of measured steps that follow an exchange, or None if there are none.
 
     Their bytes tell. An event is only written if other islands took part than in the exchange before, or if it failed.
     """
-    return len(_exchanges(run)) or None
+    return len(_nonzero(run, "bytes_islands")) or None
 
 
-def _exchanged_bytes(run: Run) -> float | None:
-    """Return the mean number of bytes that a rank sends in an exchange, or None if there are no exchanges."""
-    sizes = _exchanges(run)
-    return statistics.fmean(sizes.values()) if sizes else None
+def _count_versions(run: Run) -> float | None:
+    return len(run.column("rollout_version")) or None
 
 
 def _extra_milliseconds(run: Run) -> float | None:
     """Return how many milliseconds longer a step after an exchange takes, as a difference of medians."""
-    after = _exchanges(run).keys()
+    after = _nonzero(run, "bytes_islands")
     with_exchange: list[float] = []
     without: list[float] = []
     for step, taken in run.column("step_ms").items():
@@ -145,36 +150,19 @@ def _extra_milliseconds(run: Run) -> float | None:
 
 def _discarded(run: Run) -> float | None:
     """Return the number of exchanges that were discarded, or None for islands that do not record it."""
-    return float(sum(event["kind"] == "islands_void" for event in run.events)) if _has_events(run) else None
+    events = _island_events(run)
+    return float(sum(event["kind"] == "islands_void" for event in events)) if events else None
 
 
 def _lost_seconds(run: Run) -> float | None:
     """Return the seconds that failed exchanges have taken, or None for islands that do not record it."""
-    failed = [event for event in run.events if _is_of_islands(event) and event["kind"] != "islands_exchange"]
-    return sum((event.get("evidence") or {}).get("seconds") or 0.0 for event in failed) if _has_events(run) else None
+    events = _island_events(run)
+    failed = [event.get("evidence") or {} for event in events if event["kind"] != "islands_exchange"]
+    return sum(evidence.get("seconds") or 0.0 for evidence in failed) if events else None
 
 
-def _exchanges(run: Run) -> dict[int, Any]:
-    return {step: size for step, size in run.column("bytes_islands").items() if size}
-
-
-def _has_events(run: Run) -> bool:
-    return any(map(_is_of_islands, run.events))
-
-
-def _is_of_islands(event: Mapping[str, Any]) -> bool:
-    return str(event["kind"]).startswith("islands_")
-
-
-def _count_versions(run: Run) -> float | None:
-    """Return the number of versions, or None if there are none."""
-    return len(run.column("rollout_version")) or None
-
-
-def _full_copy_bytes(run: Run) -> float | None:
-    """Return the mean bytes of a full copy, or None if there are none."""
-    sizes = [size for size in run.column("rollout_full_bytes").values() if size]
-    return statistics.fmean(sizes) if sizes else None
+def _island_events(run: Run) -> list[Mapping[str, Any]]:
+    return [event for event in run.events if str(event["kind"]).startswith("islands_")]
 
 
 METRICS = (
@@ -202,13 +190,13 @@ METRICS = (
     *(Metric(f"sent: {kind.title}", kind.size, megabytes, optional=True) for kind in TRAFFIC[1:]),
     Metric("sent: exact weights, for checkpoints", lambda run: _mean(run, "bytes_exact"), megabytes, optional=True),
     Metric("exchanges between islands", _count_exchanges, "{:,.0f}".format, compared=False, tile=True),
-    Metric("sent per rank and exchange", _exchanged_bytes, megabytes, tile=True),
+    Metric("sent per rank and exchange", lambda run: _mean_of_nonzero(run, "bytes_islands"), megabytes, tile=True),
     Metric("extra time of a step with an exchange", _extra_milliseconds, milliseconds, tile=True),
     Metric("time lost in exchanges that failed", _lost_seconds, "{:,.1f} s".format, optional=True),
     Metric("exchanges discarded", _discarded, "{:,.0f}".format, compared=False, optional=True),
     Metric("versions for rollout workers", _count_versions, "{:,.0f}".format, compared=False, tile=True),
     Metric("bytes of a version", lambda run: _mean(run, "rollout_bytes"), megabytes, tile=True),
-    Metric("bytes of a full copy", _full_copy_bytes, megabytes),
+    Metric("bytes of a full copy", lambda run: _mean_of_nonzero(run, "rollout_full_bytes"), megabytes),
     Metric("values that change in a version", lambda run: _mean(run, "rollout_changed"), "{:.2%}".format),
     Metric("time to encode a version", lambda run: _mean(run, "rollout_encode_ms"), milliseconds),
     Metric("time to write a version", lambda run: _mean(run, "rollout_write_ms"), milliseconds),
@@ -227,9 +215,14 @@ def table_head(runs: list[Run]) -> list[str]:
     return ["", *[run.name for run in runs], *(["change"] if len(runs) > 1 else [])]
 
 
-def table_rows(runs: list[Run]) -> list[list[str]]:
+def table_rows(runs: list[Run], metrics: Iterable[Metric] = METRICS) -> list[list[str]]:
     """Return rows of text: the name, one figure per run, and with a baseline the relative change."""
-    return _rows(runs, METRICS)
+    found = [(metric, *metric.row(runs)) for metric in metrics]
+    return [
+        [title, *(UNKNOWN if value is None else metric.form(value) for value in values), *_change(is_compared, values)]
+        for metric, title, values, is_compared in found
+        if any(value is not None and (value or not metric.optional) for value in values)
+    ]
 
 
 def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
@@ -238,30 +231,16 @@ def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
     Returns:
         Tuples of title, value, and the baseline's value (empty without a baseline).
     """
-    found = _rows(runs, (metric for metric in METRICS if metric.tile))
-    return [
-        (title, cells[-2] if len(runs) > 1 else cells[0], _against(runs, cells))
-        for title, *cells in found
-        if cells[len(runs) - 1] != UNKNOWN
+    found = [
+        cells
+        for cells in table_rows(runs, (metric for metric in METRICS if metric.tile))
+        if cells[len(runs)] != UNKNOWN
     ]
-
-
-def _against(runs: list[Run], cells: list[str]) -> str:
-    if len(runs) == 1 or cells[0] == UNKNOWN:
-        return ""
-    return f"{cells[0]} {runs[0].name}" + (f" ({cells[-1]})" if cells[-1] else "")
-
-
-def _rows(runs: list[Run], metrics: Iterable[Metric]) -> list[list[str]]:
-    found = [(metric, *metric.row(runs)) for metric in metrics]
+    if len(runs) == 1:
+        return [(title, value, "") for title, value in found]
     return [
-        [
-            title,
-            *(UNKNOWN if value is None else metric.form(value) for value in values),
-            *_change(is_compared, values),
-        ]
-        for metric, title, values, is_compared in found
-        if any(value is not None and (value or not metric.optional) for value in values)
+        (title, value, f"{base} {runs[0].name}{f' ({change})' if change else ''}" if base != UNKNOWN else "")
+        for title, base, value, change in found
     ]
 
 

@@ -148,7 +148,7 @@ _TIMES = (
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts that have data."""
-    first, last = min(run.first_step for run in runs), max(run.last_step for run in runs)
+    first, last = min(run.span[0] for run in runs), max(run.last_step for run in runs)
     return [
         Chart(
             title=spec.title,
@@ -179,23 +179,20 @@ def missing(runs: Sequence[Run]) -> dict[str, str]:
 
 def _lines(spec: ChartSpec, runs: Sequence[Run]) -> list[Line]:
     curves = [(curve, run) for run in runs for curve in spec.curves if run.role == "run" or not curve.run_only]
-    lines = [_line(curve, run, spec.unit) for curve, run in curves if _has_figures(curve, run)]
+    lines = [line for curve, run in curves if (line := _line(curve, run, spec.unit)) is not None]
     # Without a held-out loss, the training loss is the only line, so there is no reason to draw it faintly.
     return lines if any(not line.faint for line in lines) else [replace(line, faint=False) for line in lines]
 
 
-def _has_figures(curve: Curve, run: Run) -> bool:
-    """Return True if the run has values to draw.
+def _line(curve: Curve, run: Run, unit: float) -> Line | None:
+    """Return the line of a curve, or None without values.
 
     Traffic that is always zero is left out. Zeros in other columns are meaningful and stay.
     """
-    values = run.column(curve.key).values()
-    return any(values) if curve.key.startswith("bytes_") else bool(values)
-
-
-def _line(curve: Curve, run: Run, unit: float) -> Line:
-    points = _thinned([(step, value / unit) for step, value in run.column(curve.key).items()])
-    steps, values = zip(*points, strict=True)
+    column = run.column(curve.key)
+    if not (any(column.values()) if curve.key.startswith("bytes_") else column):
+        return None
+    steps, values = zip(*_thinned([(step, value / unit) for step, value in column.items()]), strict=True)
     return Line(curve.name or run.name, curve.colour or run.role, steps, values, curve.faint, curve.dashed)
 
 
@@ -229,12 +226,9 @@ def _time_bars(runs: Sequence[Run]) -> Bars | None:
     wholes = [median(run, "step_ms") or 0.0 for run in measured]
     rest = tuple(max(0.0, whole - sum(parts)) for whole, *parts in zip(wholes, *means.values(), strict=True))
     parts = [(title, colour, tuple(means[title])) for title, colour, _ in _TIMES]
-    return Bars(
-        "Median time of a step, ms",
-        "ms",
-        _names(measured),
-        (("all else, with DeepSpeed's own messages", "run-soft", rest), *parts),
-    )
+    names = tuple(run.name for run in measured)
+    rests = ("all else, with DeepSpeed's own messages", "run-soft", rest)
+    return Bars("Median time of a step, ms", "ms", names, (rests, *parts))
 
 
 def _traffic_bars(runs: Sequence[Run]) -> Bars | None:
@@ -242,8 +236,4 @@ def _traffic_bars(runs: Sequence[Run]) -> Bars | None:
     measured = [run for run in runs if run.column("bytes_raw")]
     found = [(kind, tuple((kind.size(run) or 0.0) / 1e6 for run in measured)) for kind in TRAFFIC]
     parts = tuple((kind.title, kind.colour, sizes) for kind, sizes in found if any(sizes))
-    return Bars("Sent by one rank in a step, MB", "MB", _names(measured), parts) if parts else None
-
-
-def _names(runs: Sequence[Run]) -> tuple[str, ...]:
-    return tuple(run.name for run in runs)
+    return Bars("Sent by one rank in a step, MB", "MB", tuple(run.name for run in measured), parts) if parts else None

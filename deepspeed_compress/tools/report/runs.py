@@ -39,18 +39,15 @@ def _trainer_log(files: RunDirectory) -> Columns:
     return _columns(files.trainer_log, {"loss": "train_loss", "train_loss": "mean_train_loss"})
 
 
-def _stripped(columns: Columns) -> Columns:
-    ours = {name: values for name, values in columns.items() if name.startswith(_LOGGED)}
-    return {name.removeprefix(_LOGGED): values for name, values in ours.items()}
-
-
 SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     _metrics,
     lambda files: _columns(files.statistics),
     lambda files: _columns(files.versions),
     _trainer_log,
     # Means over the steps between two logs, for runs that have no statistics per step.
-    lambda files: _stripped(_trainer_log(files)),
+    lambda files: {
+        name.removeprefix(_LOGGED): values for name, values in _trainer_log(files).items() if name.startswith(_LOGGED)
+    },
     # Losses of single steps, which the guard recorded.
     lambda files: {
         "train_loss": {line["step"]: line["loss"] for line in files.statistics if line.get("loss") is not None}
@@ -89,16 +86,12 @@ class Run:
         return replace(self, columns=columns)
 
     @property
-    def first_step(self) -> int:
-        return self._range[0]
-
-    @property
     def last_step(self) -> int:
-        return self._range[1]
+        return self.span[1]
 
     @cached_property
-    def _range(self) -> tuple[int, int]:
-        """First and last step of all values and events. There is at least one."""
+    def span(self) -> tuple[int, int]:
+        """Return the first and last step of all values and events. There is at least one."""
         steps = {int(event["step"]) for event in self.events}
         steps.update(*self.columns.values())
         return min(steps), max(steps)
@@ -145,14 +138,10 @@ def _load(directory: Path, name: str, role: str) -> Run:
         columns = source(files) | {key: values for key, values in columns.items() if values}
     columns = {key: dict(sorted(values.items())) for key, values in columns.items()}
     if not any(columns.values()):
-        raise DataError(
-            f"{directory}: holds no run (none of metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json, "
-            "checkpoint-* with lines in it); give the output directory of a run, or the "
-            "monitor.path of its section"
-        )
-    return Run(
-        printable(name), role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"])))
-    )
+        what = f"{directory}: holds no run (no metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json)"
+        raise DataError(f"{what}; give the output directory of a run, or the monitor.path of its section")
+    events = sorted(files.events or (), key=lambda event: int(event["step"]))
+    return Run(printable(name), role, files, columns, tuple(events))
 
 
 SHOWN = 300
@@ -192,37 +181,26 @@ _OTHER = Symbol("other event", "muted", _DOT)
 
 def markers(run: Run) -> tuple[Marker, ...]:
     """Return a marker for every event of `run`, except exchanges of islands, which are routine."""
+    shown = [event for event in run.events if event["kind"] != "islands_exchange"]
+    texts = [f"step {event['step']}: {', '.join(filter(None, _texts(event)))}" for event in shown]
     return tuple(
-        Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), f"step {event['step']}: {_what(event)}")
-        for event in run.events
-        if event["kind"] != "islands_exchange"
+        Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), text)
+        for event, text in zip(shown, texts, strict=True)
     )
 
 
-EVENT_HEAD = ("step", "event", "why", "settings")
-"""Column titles of `event_rows`."""
-
-
 def event_rows(run: Run) -> list[list[str]]:
-    """Return the last `SHOWN` events as rows of text."""
-    return [
-        [f"{event['step']:,}", _kind(event), str(event.get("reason", "")), _settings(event)]
-        for event in run.events[-SHOWN:]
-    ]
+    """Return the last `SHOWN` events as rows of text: step, kind, reason and change of settings."""
+    return [[f"{event['step']:,}", *_texts(event)] for event in run.events[-SHOWN:]]
 
 
-def _kind(event: Mapping[str, Any]) -> str:
+def _texts(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the kind of an event, its reason, and its change of settings."""
     island = f"island {event['island']}: " if "island" in event else ""
-    return island + str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
-
-
-def _what(event: Mapping[str, Any]) -> str:
-    return ", ".join(text for text in (_kind(event), str(event.get("reason", "")), _settings(event)) if text)
-
-
-def _settings(event: Mapping[str, Any]) -> str:
+    kind = island + str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
     before, after = event.get("before"), event.get("after")
-    return str(after or "") if before == after or not before else f"{before} \N{RIGHTWARDS ARROW} {after}"
+    changed = bool(before) and before != after
+    return kind, str(event.get("reason", "")), f"{before} \N{RIGHTWARDS ARROW} {after}" if changed else str(after or "")
 
 
 @dataclass(frozen=True)
@@ -234,30 +212,19 @@ class SettingsInterval:
     last: int
 
 
-@dataclass(frozen=True)
-class SettingsTimeline:
-    """Settings of a run over its steps."""
-
-    run: str
-    intervals: tuple[SettingsInterval, ...]
+Timeline = tuple[SettingsInterval, ...]
+"""Settings of a run over its steps."""
 
 
-def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
-    """Return the timeline of each run that records its settings and sends gradients, to which they apply."""
-    recorded = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
-    return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in recorded if settings]
+def settings_timelines(runs: Sequence[Run]) -> dict[str, Timeline]:
+    """Return the timelines of the runs that record their settings and send gradients, to which they apply, by name."""
+    # If each rank is an island, the run sends no gradients.
+    sending = [run for run in runs if not run.column("bytes_sent") or any(run.column("bytes_sent").values())]
+    recorded = [(run.name, list(run.column("settings").items())) for run in sending]
+    return {name: _intervals(settings) for name, settings in recorded if settings}
 
 
-def _sends_gradients(run: Run) -> bool:
-    """Return False if the run sends no gradients because each rank is an island.
-
-    Gradient settings have no effect in such a run.
-    """
-    sent = run.column("bytes_sent")
-    return not sent or any(sent.values())
-
-
-def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
+def _intervals(settings: list[tuple[int, str]]) -> Timeline:
     """Return the intervals of equal settings, each from its first to its last measured step."""
     groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
     return tuple(SettingsInterval(setting, steps[0], steps[-1]) for setting, steps in groups)
@@ -269,21 +236,18 @@ _RANGES = 6
 """Maximum number of step ranges listed for a setting. The others are only counted."""
 
 
-def setting_colours(timelines: Sequence[SettingsTimeline]) -> dict[str, str]:
+def setting_colours(timelines: Mapping[str, Timeline]) -> dict[str, str]:
     """Return a color for each setting, the same in every run. Uncompressed steps have the color of the baseline."""
-    settings = dict.fromkeys(interval.setting for timeline in reversed(timelines) for interval in timeline.intervals)
+    settings = dict.fromkeys(interval.setting for timeline in reversed([*timelines.values()]) for interval in timeline)
     chosen = zip((setting for setting in settings if setting != UNCOMPRESSED), cycle(_COLOURS), strict=False)
     return ({UNCOMPRESSED: "baseline"} if UNCOMPRESSED in settings else {}) | dict(chosen)
 
 
-def steps_by_setting(timeline: SettingsTimeline) -> dict[str, str]:
+def steps_by_setting(timeline: Timeline) -> dict[str, str]:
     """Return the measured steps of each setting, as text."""
     found: dict[str, list[str]] = {}
-    for interval in timeline.intervals:
+    for interval in timeline:
         found.setdefault(interval.setting, []).append(span(interval.first, interval.last))
-    return {setting: f"steps {_listed(steps)}" for setting, steps in found.items()}
-
-
-def _listed(steps: Sequence[str]) -> str:
-    left = len(steps) - _RANGES
-    return ", ".join(steps[:_RANGES]) + (f", and {left} more times" if left > 0 else "")
+    left = {setting: len(steps) - _RANGES for setting, steps in found.items()}
+    more = {setting: f", and {count} more times" if count > 0 else "" for setting, count in left.items()}
+    return {setting: f"steps {', '.join(steps[:_RANGES])}{more[setting]}" for setting, steps in found.items()}

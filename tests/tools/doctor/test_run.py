@@ -32,7 +32,7 @@ def test_all_files_of_the_training_program_are_read(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.losses[0] == (2, 3.0)
     assert math.isnan(run.losses[1][1])
-    assert (run.held_out, run.step_times, run.summary) == (((2, 3.5),), (500.0,), {"steps": 4})
+    assert (run.held_out, run.step_times) == (((2, 3.5),), (500.0,))
     assert run.events is not None
     assert run.section is not None
     assert [event["kind"] for event in run.events] == ["schedule"]
@@ -94,7 +94,7 @@ def test_missing_directory_or_configuration_is_an_error(tmp_path: Path) -> None:
 def test_missing_files_leave_fields_empty(tmp_path: Path) -> None:
     write(tmp_path / "compression.jsonl", [{"step": 1, "method": "blockwise", "bytes_sent": 3}])
     run = read_run(tmp_path)
-    assert (run.config, run.section, run.events, run.summary) == (None, None, None, None)
+    assert (run.config, run.section, run.events) == (None, None, None)
     assert (run.losses, run.step_times) == ((), ())
     assert Case(run).lacks("config")
     write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))

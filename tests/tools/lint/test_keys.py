@@ -22,7 +22,7 @@ def test_only_models_refuse_unknown_keys() -> None:
 def test_limits_choices_and_aliases_are_kept() -> None:
     zero = keys().sections[("zero_optimization",)].keys
     assert zero["reduce_bucket_size"].limits == {"above": 0}
-    assert zero["stage"].choices == (0, 1, 2, 3)
+    assert zero["stage"].choices == [0, 1, 2, 3]
     assert zero["prefetch_bucket_size"].alias == "stage3_prefetch_bucket_size"
     assert zero["cpu_offload"].deprecated == "offload_optimizer"
 

@@ -1,4 +1,4 @@
-"""Every rule finds its bad example once, and nothing in its good one."""
+"""Every rule finds its bad example once, and nothing in its good one. Its docstring has a fixed form."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from deepspeed_compress.tools.lint.fixes import apply
-from deepspeed_compress.tools.lint.rule import Context, LintRule
+from deepspeed_compress.tools.lint.rule import Context, LintRule, Proof, read_texts
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import Selection, lint_document, lint_text
 from deepspeed_compress.tools.lint.scanner import parse
@@ -81,3 +81,40 @@ def test_steps_of_muon_are_clipped_where_deepspeed_orthogonalizes_first(keys: st
     (rule,) = (rule for rule in RULES if rule.name == "muon-update-clipped")
     text = f'{{"train_batch_size": 8, "optimizer": {{"type": "Muon", "params": {{"lr": 0.02}}}}, {keys}}}'
     assert (rule.code in found(text, rule)) is is_found
+
+
+DOCSTRING = """Summary.
+
+    A reason
+    on two lines.
+
+    Wrong:
+        {
+          a: 1
+        }
+    Right: {"a":
+        2}
+    Context: {"world_size": 2}
+    Proof: raises a
+        pattern
+    """
+
+
+def test_all_texts_are_read() -> None:
+    texts = read_texts(DOCSTRING)
+    assert (texts["summary"], texts["reason"]) == ("Summary.", "A reason on two lines.")
+    assert (texts["wrong"], texts["right"]) == ("{\n  a: 1\n}\n", '{\n  "a": 2\n}\n')
+    assert (texts["context"], texts["proof"]) == ({"world_size": 2}, Proof("raises", "a pattern"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("Right:", "Good:"), "has no field Right"),
+        (("Proof: raises", "Proof: refuses"), "'refuses' is not a kind of proof"),
+        (("2}", "2"), "delimiter"),
+    ],
+)
+def test_another_form_is_an_error(change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_texts(DOCSTRING.replace(*change))

@@ -47,7 +47,7 @@ finally:
     print(events["call"] + events["c_call"], *sorted(sys.modules), file=sys.stderr)
 """
 FILES = 25
-HEAVY = {"torch", "deepspeed", "transformers", "pydantic", "yaml", "rich", "numpy", "hjson"}
+HEAVY = {"torch", "deepspeed", "transformers", "pydantic", "yaml", "rich", "numpy", "hjson", "jinja2"}
 
 
 @pytest.fixture

@@ -276,8 +276,8 @@ def settings_run(directory: Path, settings: str) -> Run:
 
 def test_settings_are_shown_as_intervals_of_steps(tmp_path: Path) -> None:
     run = settings_run(tmp_path / "run", "nnaabaa")
-    [timeline] = settings_timelines([run])
-    assert [(interval.setting, interval.first, interval.last) for interval in timeline.intervals] == [
+    [timeline] = settings_timelines([run]).values()
+    assert [(interval.setting, interval.first, interval.last) for interval in timeline] == [
         ("none", 2, 4),
         ("blockwise bits=4", 6, 8),
         ("sign", 10, 10),
@@ -402,5 +402,5 @@ def test_only_the_last_of_many_events_are_listed(tmp_path: Path) -> None:
 def test_a_setting_has_the_same_color_in_both_runs(tmp_path: Path) -> None:
     shown = settings_timelines([settings_run(tmp_path / "baseline", "nb"), settings_run(tmp_path / "run", "ab")])
     assert setting_colours(shown) == {"none": "baseline", "blockwise bits=4": "run", "sign": "purple"}
-    [timeline] = settings_timelines([settings_run(tmp_path / "often", "na" * 10)])
+    [timeline] = settings_timelines([settings_run(tmp_path / "often", "na" * 10)]).values()
     assert steps_by_setting(timeline)["none"] == "steps 2, 6, 10, 14, 18, 22, and 4 more times"

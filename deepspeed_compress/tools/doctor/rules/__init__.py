@@ -2,7 +2,8 @@
 
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import learning, time, traffic
-from deepspeed_compress.tools.outputs.report import rules_of
 
-RULES: tuple[DoctorRule, ...] = tuple(rules_of((learning, time, traffic), DoctorRule))
+RULES: tuple[DoctorRule, ...] = tuple(
+    value for module in (learning, time, traffic) for value in vars(module).values() if isinstance(value, DoctorRule)
+)
 """All rules, in the order in which findings of equal severity and weight are shown: causes before consequences."""

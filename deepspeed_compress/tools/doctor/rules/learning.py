@@ -10,11 +10,10 @@ from typing import Any
 from deepspeed_compress.config import CompressedGradients, GradientsConfig, Guard, brief
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.config.sparse_methods import SparseConfig
-from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
+from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
-from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_gradients, with_section
+from deepspeed_compress.tools.doctor.patches import forgets, slower, softer, with_section
 from deepspeed_compress.tools.doctor.rule import rule
-from deepspeed_compress.tools.run_directory import Line
 
 _NEAR = 5
 """Maximum number of events to show."""
@@ -44,13 +43,11 @@ def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
     symptoms = [symptom for find in _SYMPTOMS for symptom in find(case, gradients)]
     if not symptoms:
         return
-    change = softer(gradients)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Compression is too strong for the model to learn well: {symptoms[0].text}",
         "Send more of the gradient, with error feedback. If that is not enough, begin with uncompressed steps "
         "(schedule.warmup_steps).",
-        patch=None if change is None else case.patch(with_gradients, change),
+        patch=case.gradients_patch(softer(gradients)),
         evidence={key: value for symptom in symptoms for key, value in symptom.figures.items()} | _settings(case),
         severity=symptoms[0].severity,
     )
@@ -138,14 +135,11 @@ def _loss_gap(case: Case) -> float | None:
         other = dict(theirs)
         pairs = [(loss, other[step]) for step, loss in ours if step in other and math.isfinite(loss + other[step])]
         gaps = [loss / reference - 1 for loss, reference in pairs[-max(1, len(pairs) // 4) :] if reference > 0]
-        if gaps and (ours is case.run.held_out or _beyond_noise(gaps)):
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) >= 4 else math.inf
+        # Losses of single batches vary more than methods do.
+        if gaps and (ours is case.run.held_out or abs(statistics.fmean(gaps)) > 3 * error):
             return statistics.fmean(gaps)
     return None
-
-
-def _beyond_noise(gaps: list[float]) -> bool:
-    """Return True if the mean gap exceeds three standard errors. Losses of single batches vary more than methods do."""
-    return len(gaps) >= 4 and abs(statistics.fmean(gaps)) > 3 * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
 _SYMPTOMS = (_discarded, _withheld, _growing, _low_cosine, _behind)
@@ -162,11 +156,11 @@ def diverging(case: Case) -> Iterator[Diagnostic]:
     if found is None:
         return
     began, what, figures = found
-    yield Diagnostic(
-        at_steps(began, case.run.losses[-1][0]),
+    yield case.finding(
         f"The loss {what}, starting at step {began}",
         "Halve the learning rate, or lengthen its warmup. If an uncompressed run with the same learning rate is "
         "stable, send more of the gradient instead.",
+        steps=(began, case.run.losses[-1][0]),
         patch=case.patch(slower),
         evidence={"first symptom at step": began, **figures, **_events_around(case, began)},
     )
@@ -260,10 +254,9 @@ def _events_around(case: Case, began: int) -> dict[str, Any]:
     return {"events nearby": shown} if shown else {}
 
 
-_COOLDOWN = 50
-"""Steps without an anomaly after which the guard moves back one level, unless the configuration states otherwise."""
 _SHOWN = 5
 _BOUNDS = ("exploding", "loss_spike", "residual_growth")
+"""Bounds of the guard that are tight if they are below their defaults."""
 
 
 @rule("warning", "how often the guard fired, and whether the settings returned", "events")
@@ -272,26 +265,25 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
 
     Anomalies in the dense steps at the start are ignored, because compression does not cause them.
     """
-    dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
+    dense = case.section.schedule.warmup_steps
     found = [event for event in case.run.events or () if event["kind"] == "anomaly" and event["step"] > dense]
-    anomalies = [event for event in found if not _is_not_finite(event)]
+    not_finite = ("finite", "nan", "inf ")
+    anomalies = [one for one in found if not any(word in str(one.get("reason", "")).lower() for word in not_finite)]
     if len(anomalies) < case.limits.anomalies:
         return
     first, last = anomalies[0]["step"], case.run.steps[-1]["step"]
     between, away = (last - first + 1) / len(anomalies), _away(case, first)
     if between > _cooldown(case) and away < 0.5:
         return
-    remedy, patch = _calmer(case)
-    yield Diagnostic(
-        at_steps(first, anomalies[-1]["step"]),
+    yield case.finding(
         f"The guard fires every {between:.0f} steps, and since the first time, the chosen settings have not been in "
         f"force for {away:.0%} of the steps",
-        remedy,
-        patch=patch,
+        *_calmer(case),
+        steps=(first, anomalies[-1]["step"]),
         evidence={
             "anomalies": len(anomalies),
             "part of the steps since then without the settings": away,
-            "reasons": _reasons(anomalies),
+            "reasons": [f"step {event['step']}: {event.get('reason', '')}" for event in anomalies[:_SHOWN]],
         },
         weight=max(away, min(1.0, _cooldown(case) / between / 2)),
     )
@@ -299,46 +291,28 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
 
 def _away(case: Case, first: int) -> float:
     """Return the fraction of the measured steps from `first` on in which the chosen settings were not in force."""
-    section = case.run.section
     since = [line for line in case.run.steps if line["step"] >= first]
-    if section is None or not since:
+    if case.run.section is None or not since:
         return 0.0
-    wanted = brief(section.gradients)
+    wanted = brief(case.section.gradients)
     return sum(bool(line.get("settings", wanted) != wanted) for line in since) / len(since)
 
 
 def _cooldown(case: Case) -> int:
-    guard = None if case.run.section is None else case.run.section.guard
-    return _COOLDOWN if guard is None else guard.cooldown_steps
+    """Return the number of steps without an anomaly after which the guard moves back one level."""
+    return (case.section.guard or Guard()).cooldown_steps
 
 
 def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
     """Return a remedy and its patch: default bounds if tighter ones are set, otherwise softer gradient settings."""
-    section, config = case.run.section, case.run.config
-    tight = _tighter(section.guard) if section is not None and section.guard is not None else []
-    if config is not None and tight:
+    written, usual = (case.section.guard or Guard()).model_dump(), Guard().model_dump()
+    tight = [key for key in _BOUNDS if written[key] < usual[key]]
+    if case.run.config is not None and tight:
         keys = ", ".join(f"guard.{key}" for key in tight)
         what = f"Leave out {keys}: with the defaults, no healthy run has anomalies."
         return what, case.patch(with_section, {"guard": dict.fromkeys(tight)})
-    change = softer(section.gradients) if section is not None else None
-    return (
-        "Send more of the gradient. If gradients also explode without compression, lower the learning rate.",
-        None if change is None else case.patch(with_gradients, change),
-    )
-
-
-def _tighter(guard: Guard) -> list[str]:
-    """Return the names of the bounds that are below their defaults."""
-    written, usual = guard.model_dump(), Guard().model_dump()
-    return [key for key in _BOUNDS if written[key] < usual[key]]
-
-
-def _reasons(events: list[Line]) -> list[str]:
-    return [f"step {event['step']}: {event.get('reason', '')}" for event in events[:_SHOWN]]
-
-
-def _is_not_finite(event: Line) -> bool:
-    return any(word in str(event.get("reason", "")).lower() for word in ("finite", "nan", "inf "))
+    what = "Send more of the gradient. If gradients also explode without compression, lower the learning rate."
+    return what, case.gradients_patch(softer(case.section.gradients))
 
 
 @rule("warning", "how many steps were skipped", "events|grad_norm")
@@ -347,12 +321,10 @@ def skipped_steps(case: Case) -> Iterator[Diagnostic]:
     share = len(steps) / late if late > 0 else 0.0
     if share <= case.limits.skipped or len(steps) < case.limits.anomalies:
         return
-    remedy, patch = _finite_again(case)
-    yield Diagnostic(
-        at_steps(steps[0], steps[-1]),
+    yield case.finding(
         f"{share:.0%} of the steps were skipped, because their gradients were not finite",
-        remedy,
-        patch=patch,
+        *_finite_again(case),
+        steps=(steps[0], steps[-1]),
         evidence={"skipped steps": len(steps), "first skipped steps": steps[:_SHOWN]},
         weight=min(1.0, share),
     )

@@ -1,41 +1,30 @@
 """Rules on step time: waiting for messages, encoding and decoding, kernels that are not compiled, and a slow rank."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_compress.choice_names import in_bits
 from deepspeed_compress.config import GradientsConfig
 from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.config.places import FeedbackGradients
-from deepspeed_compress.diagnostics import Diagnostic, at_steps
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.doctor.case import Case, Times
-from deepspeed_compress.tools.doctor.patches import (
-    BLOCKS,
-    accumulated,
-    stronger,
-    with_gradients,
-    with_stage,
-)
+from deepspeed_compress.tools.doctor.patches import BLOCKS, accumulated, stronger, with_gradients, with_stage
 from deepspeed_compress.tools.doctor.rule import rule
 
-Config = Mapping[str, Any]
 Remedy = tuple[str, dict[str, Any] | None]
 
 
 @rule("warning", "how much of a step is spent waiting for messages", "times", "config")
 def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
-    assert times is not None, "the rule needs times"
     share = times.wait / times.step
     if share > case.limits.wait and not _lost_share(case):
-        remedy, patch = _less_communication(case)
         figures = {"waiting, ms of a step": times.wait, "step, ms": times.step, "waiting, part of a step": share}
-        yield Diagnostic(
-            at_steps(*case.span),
+        yield case.finding(
             f"Communication slows the run down: {share:.0%} of a step is spent waiting for messages",
-            remedy,
-            patch=patch,
+            *_less_communication(case),
             evidence={**figures, "bytes that a rank sends per step": sum(case.traffic.values())},
             weight=share,
         )
@@ -44,7 +33,8 @@ def communication_bound(case: Case) -> Iterator[Diagnostic]:
 def _less_communication(case: Case) -> Remedy:
     """Return the first remedy that fits: reduce once per step, send less, or reduce less often."""
     change, small = stronger(case.section.gradients), case.waited_bytes < case.limits.small_message
-    if case.stage == 2 and case.accumulation > 1:
+    micro_batches = (case.run.config or {}).get("gradient_accumulation_steps")
+    if case.stage == 2 and isinstance(micro_batches, int) and micro_batches > 1:
         text = "Use ZeRO 1, which reduces gradients once per step, while ZeRO 2 does so in every micro-batch."
         return text, case.patch(with_stage, 1)
     if change is not None and not small:
@@ -52,10 +42,6 @@ def _less_communication(case: Case) -> Remedy:
         text = f'Choose "{better}". If several ranks share a node, gradients.hierarchy saves about as much again.'
         return text, case.patch(with_gradients, change)
     why = "The messages are so small that latency dominates." if small else ""
-    return _less_often(case, why)
-
-
-def _less_often(case: Case, why: str) -> Remedy:
     other = "use gradients.hierarchy if several ranks share a node, or a method that sends less (docs/methods.md)"
     if case.stage < 2:
         text = "Accumulate twice as many micro-batches, so that steps wait half as often for the same tokens"
@@ -66,9 +52,8 @@ def _less_often(case: Case, why: str) -> Remedy:
 @rule("warning", "how fast gradients are encoded", "times", "config")
 def slow_kernels(case: Case) -> Iterator[Diagnostic]:
     rate, times = _slow_rate(case), case.times
-    if rate is not None and times is not None:
-        yield Diagnostic(
-            at_steps(*case.span),
+    if rate is not None:
+        yield case.finding(
             f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, C++ reaches several GB/s",
             "Install g++ (or set CXX) and ninja, and do not set DEEPSPEED_COMPRESS_KERNELS=torch. No configuration key "
             "changes this.",
@@ -83,13 +68,11 @@ def slow_kernels(case: Case) -> Iterator[Diagnostic]:
 
 def _slow_rate(case: Case) -> float | None:
     """Return the bytes encoded per second, or None if the rate is normal or encoding takes too little time."""
-    times, limits, section = case.times, case.limits, case.run.section
-    size = case.encoded_bytes
-    if times is None or section is None or section.gradients.method not in BLOCKS or size < limits.kernel_bytes:
+    times, limits, section, size = case.times, case.limits, case.run.section, case.encoded_bytes
+    if section is None or section.gradients.method not in BLOCKS or size < limits.kernel_bytes or not times.compress:
         return None
-    rate = 1e3 * size / times.compress if times.compress else None
-    matters = times.cost / times.step > limits.gain
-    return rate if rate is not None and rate < limits.kernel_rate and matters else None
+    rate = 1e3 * size / times.compress
+    return rate if rate < limits.kernel_rate and times.cost / times.step > limits.gain else None
 
 
 def _cost_figures(times: Times) -> dict[str, Any]:
@@ -100,16 +83,14 @@ def _cost_figures(times: Times) -> dict[str, Any]:
 def compression_bound(case: Case) -> Iterator[Diagnostic]:
     """Report that encoding takes long although, as far as is known, it saves more time than it takes."""
     times, section = case.times, case.run.section
-    assert times is not None, "the rule needs times"
     share = times.cost / times.step
     if share <= case.limits.cost or _slow_rate(case) is not None or _lost_share(case):
         return
     remedy, change = _cheaper(section.gradients if section is not None else None)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Compression itself slows the run down: {share:.0%} of a step is spent encoding and decoding",
         remedy,
-        patch=None if change is None or section is None else case.patch(with_gradients, change),
+        patch=case.gradients_patch(change),
         evidence={**_cost_figures(times), "step, ms": times.step},
         weight=share,
     )
@@ -136,12 +117,11 @@ def _loss_of_time(case: Case) -> float | None:
     Returns:
         The milliseconds, or None if messages overlap with backward, because the time for larger ones is then unknown.
     """
-    times = case.times
-    if times is None or case.overlaps or not case.waited_bytes:
+    if case.overlaps or not case.waited_bytes:
         return None
     fewer = max(0.0, case.median("bytes_uncompressed") - case.median("bytes_sent"))
     fewer += sum(case.median(f"{kind}_saved") for kind in case.compressed_activations)
-    return times.cost - fewer / case.waited_bytes * times.wait
+    return case.times.cost - fewer / case.waited_bytes * case.times.wait
 
 
 def _lost_share(case: Case) -> float:
@@ -150,7 +130,7 @@ def _lost_share(case: Case) -> float:
     Returns 0 if the loss is too small to matter or unknown. Slow kernels are not attributed to the method.
     """
     times, limits = case.times, case.limits
-    if times is None or _slow_rate(case) is not None:
+    if _slow_rate(case) is not None:
         return 0.0
     estimated = (_loss_of_time(case) or 0.0) / times.step
     # Compression does not cause more extra time than encoding and waiting take.
@@ -161,16 +141,15 @@ def _lost_share(case: Case) -> float:
 @rule("warning", "whether fewer bytes save more time than encoding takes", "times")
 def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     times, section, lost = case.times, case.run.section, _lost_share(case)
-    if times is None or not lost:
+    if not lost:
         return
     heavy = section is not None and section.gradients.method not in BLOCKS
     change = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
     slower = _slower_than_baseline(case)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         "Compression does not pay off: encoding and decoding take longer than fewer bytes save on this network",
         "Use blockwise with 8 bits, which is the fastest." if heavy else "Do not compress gradients on this network.",
-        patch=None if section is None else case.patch(with_gradients, change),
+        patch=case.gradients_patch(change),
         evidence={
             **_cost_figures(times),
             "step, ms": times.step,
@@ -182,9 +161,8 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
 
 def _slower_than_baseline(case: Case) -> float:
     """Return by which fraction of the baseline's step time this run's is longer, or 0 if that is unknown."""
-    times = case.times
     theirs = Case(case.baseline).step_ms if case.baseline is not None else None
-    return times.step / theirs - 1 if times is not None and theirs else 0.0
+    return case.times.step / theirs - 1 if theirs else 0.0
 
 
 @rule("warning", "whether one rank keeps the others waiting", "ranks")
@@ -198,11 +176,11 @@ def straggler(case: Case) -> Iterator[Diagnostic]:
         "busy, ms, median rank": statistics.median(line["busy_ms_median"] for line in slowest.lines),
         "busy, ms, slowest rank": statistics.median(line["busy_ms_max"] for line in slowest.lines),
     }
-    yield Diagnostic(
-        at_steps(slowest.lines[0]["step"], slowest.lines[-1]["step"]),
+    yield case.finding(
         f"Rank {slowest.rank} is a straggler: it is {slowest.behind:.0%} of a step behind, and the others wait for it",
         f"Check what else rank {slowest.rank} does (logging, loading data), whether its input is longer, and its "
         "machine (clock, temperature, other jobs). No setting helps.",
+        steps=(slowest.lines[0]["step"], slowest.lines[-1]["step"]),
         evidence=figures,
         weight=min(1.0, slowest.behind),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed_compress.choice_names import INSIDE_NODES, LOSS, in_bits
 from deepspeed_compress.config import SECTION, CompressedGradients
-from deepspeed_compress.diagnostics import Diagnostic, at_steps
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
 from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
 from deepspeed_compress.tools.doctor.rule import rule
@@ -31,12 +31,9 @@ def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
     share = sorted(parts)[len(parts) // 2] if parts else 0.0
     if share < case.limits.raw:
         return
-    remedy, patch = _include_more(case)
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Almost nothing is compressed: {share:.0%} of the gradient bytes sent belong to excluded parameters",
-        remedy,
-        patch=patch,
+        *_include_more(case),
         evidence={"bytes sent": case.median("bytes_sent"), "of these, uncompressed": case.median("bytes_raw")},
         weight=share,
     )
@@ -67,8 +64,7 @@ def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain or case.mostly_frozen:
         return
     bits = 8 if case.stage == 3 else 4
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Uncompressed weights are {share:.0%} of the bytes that a rank sends; at the rate of the gradients, they take "
         f"about {taken:.0%} of a step",
         f'Choose "{in_bits(bits)}" for weights as well, which costs almost no {LOSS}.',
@@ -86,8 +82,7 @@ def frozen_weights_gathered(case: Case) -> Iterator[Diagnostic]:
     within = parallelism is not None and parallelism.shard_within is not None
     if within or share < case.limits.most or not case.mostly_frozen:
         return
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Weights are {share:.0%} of the bytes that a rank sends, and most are not trained: ZeRO 3 gathers them in "
         "every pass, between nodes too",
         f'If the GPUs of one node hold the model, choose "{INSIDE_NODES}": "parallelism": {{"shard_within": "node"}}. '
@@ -104,7 +99,7 @@ def _time_for_weights(case: Case) -> float:
     the gradients are too small to estimate the rate.
     """
     times = case.times
-    if times is None or times.wait <= times.cost or case.waited_bytes < case.limits.small_message:
+    if times.wait <= times.cost or case.waited_bytes < case.limits.small_message:
         return 0.0
     size = case.traffic.get("bytes_weights", 0.0)
     return min(1.0, size / case.waited_bytes * (times.wait - times.cost) / times.step)
@@ -124,8 +119,7 @@ def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
     late = cosines[len(cosines) // 2 :]
     if len(cosines) < SAMPLES or statistics.median(late) >= case.limits.alike:
         return
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"Islands drift apart: the cosine between the movement of this island and those of the others is "
         f"{statistics.median(late):.2f}, so their mean keeps almost nothing of what each has learned",
         "Give all islands the same kind of data, shuffled together, and exchange more often.",
@@ -143,8 +137,7 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
     rise = rise_at_exchanges(case)
     if rise is None:
         return
-    yield Diagnostic(
-        at_steps(*case.span),
+    yield case.finding(
         f"The loss rises by {rise.mean:.3g} at exchanges between islands: they have drifted too far apart to average",
         "Exchange more often, or halve the learning rate: islands drift by about the product of the two. If outer has "
         "momentum or an lr above 1, and so steps beyond the mean, halve its lr first.",
@@ -163,22 +156,21 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
 def late_island(case: Case) -> Iterator[Diagnostic]:
     late = [event for event in case.run.events or () if event["kind"] in _MISSED]
     # The number is an estimate if not all steps are measured.
-    every = case.run.section.monitor.every if case.run.section is not None else 1
-    taken = every * len(after_exchanges(case))
+    taken = case.section.monitor.every * len(after_exchanges(case))
     if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
         return
-    yield Diagnostic(
-        at_steps(late[0]["step"], late[-1]["step"]),
+    yield case.finding(
         f"This island is late: it missed {len(late)} exchanges and took part in {taken}",
         "Check its machines and its link. If it is only slower, wait longer for it (timeout above its longest step), "
         "exchange by time (sync_every), or make islands asynchronous.",
+        steps=(late[0]["step"], late[-1]["step"]),
         patch=case.patch(with_section, {"islands": {"elastic": change}}) if (change := _longer_timeout(case)) else None,
         evidence={"exchanges missed": len(late), "exchanges with this island": taken},
     )
 
 
 def _more_often(case: Case) -> dict[str, Any] | None:
-    islands = case.run.section.islands if case.run.section is not None else None
+    islands = case.section.islands
     every = islands.sync_steps if islands is not None else None
     if islands is None or every is None or every // 2 <= islands.delay or every // 2 < islands.fragments:
         return None
@@ -187,7 +179,7 @@ def _more_often(case: Case) -> dict[str, Any] | None:
 
 def _smaller_steps(case: Case) -> dict[str, Any] | None:
     """Return a patch that halves the outer learning rate, if `outer` steps beyond the mean of the islands."""
-    islands = case.run.section.islands if case.run.section is not None else None
+    islands = case.section.islands
     if islands is None or (islands.outer.optimizer == "average" and islands.outer.lr <= 1):
         return None
     return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
@@ -195,10 +187,9 @@ def _smaller_steps(case: Case) -> dict[str, Any] | None:
 
 def _longer_timeout(case: Case) -> dict[str, Any] | None:
     """Return twice the timeout of elastic islands, or None if the section has none or the result is not allowed."""
-    islands = case.run.section.islands if case.run.section is not None else None
-    if islands is None or islands.elastic is None:
+    elastic = case.section.islands.elastic if case.section.islands is not None else None
+    if elastic is None:
         return None
-    elastic = islands.elastic
     if elastic.parameter_server is not None:
         return {"parameter_server": {"max_staleness": 2 * elastic.parameter_server.max_staleness}}
     longer = 2 * elastic.timeout_seconds
@@ -211,24 +202,16 @@ def old_rollouts(case: Case) -> Iterator[Diagnostic]:
     lags = case.values("rollout_lag", case.run.versions)
     if settings is None or not lags or statistics.fmean(lags) <= settings.max_lag:
         return
-    yield Diagnostic(
-        at_steps(*_span(case)),
+    yield case.finding(
         f"Rollouts are {statistics.fmean(lags):.1f} versions behind the weights that learn from them (max_lag: "
         f"{settings.max_lag})",
         "Add rollout workers, let them update between requests, or wait for their samples before the next step. A "
         "version for several steps (every) makes the same samples fewer versions old, but not younger.",
+        # The first version of a run belongs to no step.
+        steps=(case.run.versions[1]["step"], case.run.versions[-1]["step"]),
         evidence={
             "versions behind, mean": statistics.fmean(lags),
             "versions behind, at most": max(lags),
-            "age of a version when it is replaced, ms": _median(case, "rollout_age_ms"),
+            "age of a version when it is replaced, ms": case.median("rollout_age_ms", case.run.versions),
         },
     )
-
-
-def _span(case: Case) -> tuple[int, int]:
-    """Return the first and last step with a version. The first version of a run belongs to no step."""
-    return case.run.versions[1]["step"], case.run.versions[-1]["step"]
-
-
-def _median(case: Case, key: str) -> float:
-    return statistics.median(case.values(key, case.run.versions) or [0.0])

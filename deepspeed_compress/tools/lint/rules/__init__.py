@@ -4,8 +4,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from deepspeed_compress.tools.lint.rule import LintRule
-from deepspeed_compress.tools.outputs.report import rules_of
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+_FOUND = [value for module in _MODULES for value in vars(module).values() if isinstance(value, LintRule)]
 
-RULES: tuple[LintRule, ...] = tuple(sorted(rules_of(_MODULES, LintRule), key=lambda rule: rule.code))
+RULES: tuple[LintRule, ...] = tuple(sorted(_FOUND, key=lambda rule: rule.code))

@@ -4,16 +4,7 @@ from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
-from deepspeed_compress.tools.lint.rule import (
-    BUCKETS,
-    READ_RAW,
-    Context,
-    Findings,
-    corrected,
-    finding,
-    hugging_face,
-    rule,
-)
+from deepspeed_compress.tools.lint.rule import BUCKETS, READ_RAW, Context, Findings, corrected, finding, rule
 from deepspeed_compress.tools.lint.values import AUTO, leaves, means_auto, name, show
 
 _BY_BOTH: frozenset[Path] = frozenset(
@@ -113,7 +104,7 @@ def auto_not_filled(document: Document, context: Context) -> Findings:
     """
     # Report all keys in one finding, because a block of keys at the wrong place has many.
     filled = BY_TRAINER if context.framework == "hf" else _BY_BOTH
-    everything = leaves(document.data) if hugging_face(context) else ()
+    everything = leaves(document.data) if context.hugging_face else ()
     left = [path for path, value in everything if value == AUTO and path not in filled]
     left = [path for path in left if path[0] != OUR_SECTION]
     if left:

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, is_pipelined, rule
+from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, rule
 from deepspeed_compress.tools.lint.values import AUTO, integer, number, show
 
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
 _KEYS = (_TRAIN, _MICRO, _STEPS)
-_BY_PROGRAM = frozenset({"lightning"})
-"""Frameworks that add the batch sizes to a configuration without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def _counted_ranks(document: Document, context: Context) -> int | None:
         return None
     sequence, data = document.integer("sequence_parallel_size"), document.integer("data_parallel_size")
     if sequence is not None and data is not None:
-        return data
+        return data if data > 0 else None
     others = document.stages * max(sequence or 1, 1)
     return world // others if world % others == 0 else None
 
@@ -69,7 +67,7 @@ def batch_missing(document: Document, context: Context) -> Findings:
     Context: {"framework": "deepspeed"}
     Proof: raises Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided
     """
-    if _left_out(document) and context.framework is not None and context.framework not in _BY_PROGRAM:
+    if _left_out(document) and context.framework not in (None, "lightning"):
         what = f"neither {_TRAIN} nor {_MICRO} is given (allowed: one of them, or both)"
         yield finding((_MICRO,), what, f'"{_MICRO}": 1, for instance')
 
@@ -232,12 +230,9 @@ def scaling_with_reduce_scatter(document: Document, context: Context) -> Finding
         "zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true}
     Proof: raises pre-scale gradients is not yet supported
     """
-    is_set = {
-        "prescale_gradients": document.get("prescale_gradients") is True,
-        _FACTOR: document.number(_FACTOR) not in (None, 0, 1),
-    }
-    for key, neutral in (("prescale_gradients", "false"), (_FACTOR, "1.0")):
-        if is_set[key] and document.scatters:
+    prescales, divides = document.get("prescale_gradients") is True, document.number(_FACTOR) not in (None, 0, 1)
+    for key, is_set, neutral in (("prescale_gradients", prescales, "false"), (_FACTOR, divides, "1.0")):
+        if is_set and document.scatters:
             what = f"{show(document.get(key))} is not supported with reduce_scatter and stage {document.stage}"
             yield finding((key,), f"{what} (allowed: {neutral})", f'{neutral}, or "reduce_scatter": false')
 
@@ -361,7 +356,7 @@ def unmanaged_accumulation(document: Document, context: Context) -> Findings:
     others = {
         "overlap_comm below stage 2": document.is_true(ZERO, "overlap_comm") and document.stage in (0, 1),
         "DeepCompile": document.is_true("compile", "deepcompile"),
-        "a pipeline": is_pipelined(document, context),
+        "a pipeline": context.is_pipelined(document),
     }
     managed = document.get("managed_gradient_accumulation", default=True) is not False
     for other in (name for name, is_used in others.items() if is_used and not managed):

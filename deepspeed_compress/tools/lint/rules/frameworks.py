@@ -1,21 +1,11 @@
 """Rules on the requirements of Hugging Face's Trainer, of Accelerate, and of Lightning's DeepSpeedStrategy (2.6)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import (
-    BUCKETS,
-    ZERO,
-    Context,
-    Findings,
-    finding,
-    hugging_face,
-    key_finding,
-    rule,
-)
+from deepspeed_compress.tools.lint.rule import BUCKETS, ZERO, Context, Findings, finding, key_finding, rule
 from deepspeed_compress.tools.lint.values import AUTO, leaves, name, show, truth
 
 _CALCULATED: Mapping[Path, str] = {
@@ -38,16 +28,9 @@ def hf_needs_zero_section(document: Document, context: Context) -> Findings:
     Proof: raises Please specify the ZeRO optimization config
     """
     # DeepSpeed's autotuner adds the section to the configurations that it tries.
-    if hugging_face(context) and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
+    if context.hugging_face and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
         what = "zero_optimization is missing, without which Accelerate stops"
         yield finding((ZERO,), what, f'"{ZERO}": {{"stage": 0}}, or another stage')
-
-
-def _hidden_size(model: Mapping[str, Any], framework: str | None) -> bool:
-    """Return True if the hidden size of the model is where Hugging Face looks for it."""
-    text = model.get("text_config")
-    places = [model, text] if framework == "hf" and isinstance(text, dict) else [model]
-    return any(key in place for place in places for key in ("hidden_size", "hidden_sizes", "n_embd"))
 
 
 @rule("DSC711", "error")
@@ -64,10 +47,12 @@ def hf_hidden_size_missing(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf", "model": {"num_attention_heads": 4}}
     Proof: raises neither `hidden_size` nor `hidden_sizes`
     """
-    if context.model is None or not hugging_face(context) or _hidden_size(context.model, context.framework):
-        return
+    model = context.model or {}
+    text = model.get("text_config")
+    places = [model, text] if context.framework == "hf" and isinstance(text, dict) else [model]
+    found = any(key in place for place in places for key in ("hidden_size", "hidden_sizes", "n_embd"))
     for bucket in BUCKETS:
-        if document.get(ZERO, bucket) == AUTO:
+        if context.model is not None and context.hugging_face and not found and document.get(ZERO, bucket) == AUTO:
             what = f'"auto" at {bucket} needs the hidden_size of the model, whose config.json has none'
             yield finding((ZERO, bucket), what, "a number of elements")
 
@@ -107,7 +92,7 @@ def hf_stage_3_saves_partitions(document: Document, context: Context) -> Finding
     Proof: accepts save_model writes no weights that from_pretrained reads
     """
     names = (_GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    if hugging_face(context) and document.stage == 3 and not any(document.has(ZERO, key) for key in names):
+    if context.hugging_face and document.stage == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
         yield key_finding((ZERO,), what, f'"{_GATHER}": true as well, or run zero_to_fp32.py afterwards')
 
@@ -126,7 +111,7 @@ def hf_no_clipping(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: accepts gradients are clipped by DeepSpeed's default, whatever the arguments say
     """
-    if hugging_face(context) and not document.has("gradient_clipping"):
+    if context.hugging_face and not document.has("gradient_clipping"):
         what = "without gradient_clipping DeepSpeed's default clips, whatever max_grad_norm and clip_grad_norm_ say"
         value: object = AUTO if context.framework == "hf" else 1.0
         remark = ", which is max_grad_norm" if value == AUTO else _WITH_ACCELERATE
@@ -159,7 +144,7 @@ def hf_section_unused(document: Document, context: Context) -> Findings:
     Context: {"framework": "hf"}
     Proof: accepts the section has no effect
     """
-    for key, instead in _UNUSED.items() if hugging_face(context) else ():
+    for key, instead in _UNUSED.items() if context.hugging_face else ():
         asked = key == "pipeline" or any(value not in (False, None, 0) for value in document.section(key).values())
         if isinstance(document.get(key), dict) and asked:
             yield key_finding((key,), f"{key} has no effect: no Hugging Face model reads it", instead)
@@ -215,10 +200,6 @@ def hf_momentum_twice(document: Document, context: Context) -> Findings:
 _SHOWN = 8
 
 
-def _reads(context: Context) -> bool:
-    return context.framework == "lightning"
-
-
 @rule("DSC741", "error")
 def lightning_auto(document: Document, context: Context) -> Findings:
     """The value "auto" is used in a file for Lightning.
@@ -234,7 +215,7 @@ def lightning_auto(document: Document, context: Context) -> Findings:
     """
     # Report all keys in one finding, because such a file was written for Hugging Face.
     found = [path for path, value in leaves(document.data) if value == AUTO and path[0] != OUR_SECTION]
-    if found and _reads(context):
+    if found and context.framework == "lightning":
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         what = f'Lightning does not fill in "auto" at {", ".join(map(name, found[:_SHOWN]))}{more}'
         instead = "a value, or remove the key: batch sizes and clipping then come from the Trainer"
@@ -255,7 +236,7 @@ def lightning_precision_off(document: Document, context: Context) -> Findings:
     """
     for half, precision in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
         off = document.has(half) and truth(document.section(half).get("enabled", False)) is False
-        if _reads(context) and off and isinstance(document.get(half), dict):
+        if context.framework == "lightning" and off and isinstance(document.get(half), dict):
             what = f'{half} stays off, also with Trainer(precision="{precision}")'
             yield key_finding((half,), what, "nothing: the Trainer's precision then takes effect")
 
@@ -273,6 +254,6 @@ def lightning_optimizer_replaced(document: Document, context: Context) -> Findin
     Context: {"framework": "lightning"}
     Proof: unproved Lightning is not installed with this project, and its strategy needs a GPU; read in its source
     """
-    if _reads(context) and document.has("optimizer"):
+    if context.framework == "lightning" and document.has("optimizer"):
         what = "configure_optimizers of the LightningModule is not called, its scheduler included"
         yield key_finding(("optimizer",), what, "the optimizer in one of the two places only")

@@ -6,24 +6,8 @@ from deepspeed_compress.diagnostics import Fix, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove, rename, replace
 from deepspeed_compress.tools.lint.keys import Key, closest, keys, known_values
-from deepspeed_compress.tools.lint.rule import (
-    ONE_BIT,
-    ZERO,
-    Context,
-    Findings,
-    corrected,
-    finding,
-    hugging_face,
-    key_finding,
-    rule,
-)
+from deepspeed_compress.tools.lint.rule import ONE_BIT, ZERO, Context, Findings, corrected, finding, key_finding, rule
 from deepspeed_compress.tools.lint.values import show, truth
-
-
-def _off(value: object) -> bool:
-    """Return True if a removed feature was not used, so that removing its key changes nothing."""
-    return value is False or value is None or (isinstance(value, dict) and value.get("enabled") is False)
-
 
 _NOTHING = "nothing: remove the key"
 _HPZ = '"zero_hpz_partition_size" for weights that are partitioned inside a node'
@@ -60,8 +44,9 @@ def removed_feature(document: Document, context: Context) -> Findings:
     for path, instead in _REMOVED.items():
         if document.has(*path):
             what = f'"{path[-1]}" was removed from DeepSpeed, which refuses it even if it is disabled'
-            removal = remove(document, path) if _off(document.get(*path)) else ()
-            correction = fix(f'Remove "{path[-1]}"', removal)
+            value = document.get(*path)
+            is_off = value is False or value is None or (isinstance(value, dict) and value.get("enabled") is False)
+            correction = fix(f'Remove "{path[-1]}"', remove(document, path) if is_off else ())
             yield key_finding(path, what, instead, correction)
 
 
@@ -224,7 +209,7 @@ def section_not_enabled(document: Document, context: Context) -> Findings:
     for part in _OPTIONAL:
         settings = document.section(part)
         # A misspelled "enabled" has its own finding.
-        if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
+        if settings and "enabled" not in settings and not any(closest(key, ["enabled"]) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
             yield key_finding((part,), what, '"enabled": true as well')
 
@@ -265,7 +250,7 @@ def inert_key(document: Document, context: Context) -> Findings:
     """
     for path, instead in _INERT:
         # Hugging Face does not read this section at all, which another rule reports.
-        if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
+        if document.has(*path) and not (path[0] == "pipeline" and context.hugging_face):
             yield key_finding(path, f'DeepSpeed accepts "{path[-1]}" and never uses it', instead)
 
 

@@ -3,7 +3,7 @@
 from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, key_finding, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, key_finding, rule
 from deepspeed_compress.tools.lint.values import name
 
 _SAME_AS = {
@@ -22,6 +22,8 @@ _SAME_AS = {
 }
 """Names that other programs or older versions of DeepSpeed use for a key, with what to write instead."""
 _NEARLY = 0.9
+_UNUSED = (("pipeline",), ("activation_checkpointing",))
+"""Sections that Hugging Face does not read, which another rule reports."""
 _MANY, _SHOWN = 10, 8
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 _KEYS_OF_PARTS = frozenset(
@@ -41,7 +43,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Findings:
             strange.setdefault((), []).append(key)
         elif ours := _ours(document, path):
             yield ours
-        elif _elsewhere(path, section) or _unread(section, context):
+        elif _elsewhere(path, section) or (context.hugging_face and section.path in _UNUSED):
             continue
         elif key in _SAME_AS:
             yield key_finding(path, f'"{key}" is not a key of {_title(section.path)}', _SAME_AS[key])
@@ -57,11 +59,6 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Findings:
 def _is_foreign(document: Document, strict: bool) -> bool:
     """Return True if the file has so many unknown keys in the outermost object that it is of another program."""
     return sum(not section.path for _, section in unknown_keys(document, strict=strict)) > _MANY
-
-
-def _unread(section: Section, context: Context) -> bool:
-    """Return True if another rule reports that the whole section is not read."""
-    return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
 
 
 def _title(section: Path) -> str:

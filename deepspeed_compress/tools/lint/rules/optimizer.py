@@ -1,22 +1,9 @@
 """Rules on the optimizer: its type, its parameters, and values that DeepSpeed calculates with without a check."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Path
-from deepspeed_compress.tools.lint.document import Document, Node
+from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, remove
-from deepspeed_compress.tools.lint.keys import closest, keys, known_values
-from deepspeed_compress.tools.lint.rule import (
-    ONE_BIT,
-    Context,
-    Findings,
-    finding,
-    key_finding,
-    rule,
-    unknown_parameter,
-    unknown_word,
-)
-from deepspeed_compress.tools.lint.rules.schedulers import OWN, scheduler_name
+from deepspeed_compress.tools.lint.keys import closest, keys
+from deepspeed_compress.tools.lint.rule import ONE_BIT, Context, Findings, finding, key_finding, meant, rule
 from deepspeed_compress.tools.lint.values import means_auto, number, show, text_number
 
 _PARAMS = ("optimizer", "params")
@@ -31,12 +18,10 @@ def known_optimizer(document: Document) -> str | None:
     name = value.lower() if value.lower() in keys().optimizers else value
     if name not in keys().optimizers or "+" in name:
         return None
-    variant = name
-    if document.params("optimizer").get("torch_adam") is True and f"{name}+torch" in keys().optimizers:
-        variant = f"{name}+torch"
-    elif document.offload("offload_optimizer") and f"{name}+offload" in keys().optimizers:
-        variant = f"{name}+offload"
-    return variant
+    with_torch = document.get("optimizer", "params", "torch_adam") is True
+    variants = (("torch", with_torch), ("offload", document.offload("offload_optimizer")))
+    asked = [f"{name}+{variant}" for variant, is_asked in variants if is_asked]
+    return next((variant for variant in asked if variant in keys().optimizers), name)
 
 
 @rule("DSC501", "error")
@@ -53,9 +38,9 @@ def unknown_optimizer(document: Document, context: Context) -> Findings:
     value = document.get(*_TYPE)
     removed = isinstance(value, str) and value.lower() in ONE_BIT
     if value is not None and not removed and known_optimizer(document) is None:
-        names = {name: None for name in keys().optimizers if "+" not in name}
+        names = [name for name in keys().optimizers if "+" not in name]
         what = f"{show(value)} is neither an optimizer of DeepSpeed nor of torch.optim"
-        yield unknown_word(document.string(*_TYPE), _TYPE, names, what, '"AdamW"')
+        yield finding(_TYPE, what, meant(document.string(*_TYPE), names, '"AdamW", for instance'))
 
 
 @rule("DSC503", "warning")
@@ -86,10 +71,10 @@ def unknown_optimizer_parameter(document: Document, context: Context) -> Finding
     known = known_optimizer(document)
     names = keys().optimizers.get(known or "", frozenset())
     # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
-    for key in document.params("optimizer") if names and known != "muon" else ():
+    for key in document.section("optimizer", "params") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of {show(document.get(*_TYPE))}'
-            yield unknown_parameter((*_PARAMS, key), names, what)
+            yield key_finding((*_PARAMS, key), what, meant(key, names, "nothing: remove the key"))
 
 
 @rule("DSC510", "warning")
@@ -102,7 +87,7 @@ def muon_parameter_ignored(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
     Proof: accepts the parameter has no effect
     """
-    for key in document.params("optimizer") if document.optimizer == "muon" else ():
+    for key in document.section("optimizer", "params") if document.optimizer == "muon" else ():
         if key not in keys().optimizers["muon"] and key != "max_grad_norm":
             what = f'"{key}" is not a parameter of Muon, which ignores it'
             yield key_finding((*_PARAMS, key), what, f'"{closest(key, keys().optimizers["muon"]) or "lr"}", if meant')
@@ -219,15 +204,12 @@ def betas_range(document: Document, context: Context) -> Findings:
     """
     path = (*_PARAMS, "betas")
     value = document.get(*path)
+    numbers = map(number, value) if isinstance(value, list) else ()
+    are_betas = [beta is not None and 0 <= beta < 1 for beta in numbers] == [True, True]
     # Numbers in text have their own rule.
-    if document.has(*path) and not means_auto(value) and text_number(value) is None and not _are_betas(value):
+    if document.has(*path) and not means_auto(value) and text_number(value) is None and not are_betas:
         what = f"{show(value)} are not two numbers from 0 to below 1 (allowed: a list of them)"
         yield finding(path, what, "[0.9, 0.999], for instance")
-
-
-def _are_betas(value: object) -> bool:
-    numbers = map(number, value) if isinstance(value, list) else ()
-    return [beta is not None and 0 <= beta < 1 for beta in numbers] == [True, True]
 
 
 _NOT_NEGATIVE = (
@@ -251,54 +233,3 @@ def negative_optimizer_parameter(document: Document, context: Context) -> Findin
         accepted = key == "alpha" and document.get("optimizer", "type") == "ASGD"  # an exponent
         if value is not None and value < 0 and not accepted:
             yield finding((*_PARAMS, key), f"{show(value)} is negative (allowed: 0 or more)", show(-value))
-
-
-_NUMBERS = frozenset(
-    {
-        *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "muon_lr", "adam_lr"),
-        *("alpha", "rho", "lambd", "t0", "momentum_decay", "beta2_decay", "d"),
-    }
-)
-"""Parameters of optimizers that are numbers."""
-_UNTRIED = frozenset({"lamb", "lion", "lion+offload", "adagrad+offload"})
-"""Optimizers whose kernels do not run on a CPU."""
-_ENDS = ("_lr", "lr_rate", "_step_rate", "_ratio", "_steps", "_size", "_count", "_iteration")
-"""Ends of the names of DeepSpeed's scheduler parameters that are numbers."""
-_MAY_BE_NULL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
-
-
-def not_numbers(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the paths of values with which DeepSpeed cannot calculate, with the types that it accepts there.
-
-    Which keys accept null and arrays was found by running DeepSpeed with each. Numbers in text and "auto" are left to
-    other rules. Booleans count as 0 and 1.
-    """
-    for path, kinds in _expected(document):
-        node = document.node(*path)
-        if node is not None and not _fits(node, kinds):
-            yield path, kinds
-
-
-def _fits(node: Node, kinds: tuple[str, ...]) -> bool:
-    if node.kind == "string":
-        return means_auto(node.value) or text_number(node.value) is not None
-    return node.kind in ("number", "bool", *kinds)
-
-
-def _expected(document: Document) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the paths of numbers, with the types that DeepSpeed accepts there."""
-    reduced, profiled = document.stage == 0 or document.scatters, document.is_true("flops_profiler", "enabled")
-    for path, known, _ in known_values(document, strict=False):
-        is_read = profiled if path[0] == "flops_profiler" else len(path) == 1
-        unused = path[0] == "gradient_predivide_factor" and not reduced
-        if is_read and not unused and {"integer", "number"} & {*known.kinds}:
-            yield path, known.kinds
-    name = known_optimizer(document) or ""
-    for key in keys().optimizers.get(name, frozenset()) & _NUMBERS if name not in _UNTRIED else ():
-        if (name, key) != ("Adafactor", "eps"):  # two numbers
-            yield ("optimizer", "params", key), ("number",)
-    for key in document.params("scheduler") if scheduler_name(document) in OWN else ():
-        if key.endswith(_ENDS):
-            # A rate may be an array, with an item for each parameter group.
-            also = (*(["array"] if key.endswith("_lr") else []), *(["null"] if key in _MAY_BE_NULL else []))
-            yield ("scheduler", "params", key), ("number", *also)

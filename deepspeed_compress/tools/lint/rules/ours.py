@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Findings, finding, hugging_face, key_finding, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, finding, key_finding, rule
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig
@@ -194,13 +194,6 @@ def _active(document: Document) -> bool:
     return isinstance(ours, dict) and document.section(OUR_SECTION, "gradients").get("method") != "none"
 
 
-def _data_parallel(document: Document, context: Context) -> int | None:
-    if context.world_size is None:
-        return None
-    ranks, rest = divmod(context.world_size, document.stages * document.tensor_size)
-    return ranks if rest == 0 else None
-
-
 @rule("DSC905", "warning")
 def compress_single_rank(document: Document, context: Context) -> Findings:
     """There is only one data-parallel rank, so nothing is compressed.
@@ -214,7 +207,7 @@ def compress_single_rank(document: Document, context: Context) -> Findings:
     Context: {"world_size": 1}
     Proof: accepts nothing is sent, and so nothing is compressed
     """
-    if _active(document) and _data_parallel(document, context) == 1:
+    if _active(document) and context.world_size == document.stages * document.tensor_size:
         what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
         yield key_finding((OUR_SECTION,), what, '"method": "none", or start more ranks')
 
@@ -270,7 +263,7 @@ def compress_needs_install(document: Document, context: Context) -> Findings:
     Context: {"framework": "accelerate"}
     Proof: accepts gradients travel uncompressed unless the program calls deepspeed_compress.install()
     """
-    if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
+    if isinstance(document.get(OUR_SECTION), dict) and context.hugging_face:
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
         instead = "ds-compress run in front of the script, or deepspeed_compress.install() at its beginning"
         yield key_finding((OUR_SECTION,), what, instead)

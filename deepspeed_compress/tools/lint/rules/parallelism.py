@@ -3,26 +3,11 @@
 A `pipeline` section, or stages in ours, indicate that the model is a PipelineModule.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import (
-    ZERO,
-    Context,
-    Findings,
-    corrected,
-    finding,
-    hugging_face,
-    is_pipelined,
-    rule,
-    text_model,
-    unknown_parameter,
-    unknown_word,
-)
+from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, corrected, finding, key_finding, meant, rule
 from deepspeed_compress.tools.lint.values import integer, listed, name, number, show, truth
 
 
@@ -40,7 +25,7 @@ def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Findings:
     Proof: raises ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism
     """
     # Our own section's rules compare its stages with ZeRO.
-    if document.has("pipeline") and document.stage in (2, 3) and not hugging_face(context):
+    if document.has("pipeline") and document.stage in (2, 3) and not context.hugging_face:
         what = f"stage {document.stage} does not work with pipelines (allowed: 0, 1)"
         yield finding((ZERO, "stage"), what, "1")
 
@@ -61,7 +46,7 @@ def pipeline_overlap_ignored(document: Document, context: Context) -> Findings:
     Proof: warns Pipeline parallelism does not support overlapped communication
     """
     path = (ZERO, "overlap_comm")
-    if is_pipelined(document, context) and document.is_true(*path) and document.stage == 1:
+    if context.is_pipelined(document) and document.is_true(*path) and document.stage == 1:
         yield corrected(document, path, "true has no effect with pipelines", False, "Write false")
 
 
@@ -80,7 +65,7 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Findings
     Proof: raises AssertionError
     """
     for path in _BOOLEANS:
-        value, is_read = document.get(*path, default=True), path[0] == "checkpoint" or not hugging_face(context)
+        value, is_read = document.get(*path, default=True), path[0] == "checkpoint" or not context.hugging_face
         if is_read and not isinstance(value, bool):
             what, meant = f"{show(value)} is not a boolean (allowed: true, false)", truth(value)
             correction = None if meant is None else fix("Write a boolean", replace(document, path, meant))
@@ -109,7 +94,7 @@ def pipeline_interval_number(document: Document, context: Context) -> Findings:
     """
     path = ("pipeline", "activation_checkpoint_interval")
     value = document.get(*path, default=0)
-    if number(value) is None and not hugging_face(context):
+    if number(value) is None and not context.hugging_face:
         meant = integer(value)
         correction = None if meant is None else fix("Write a number", replace(document, path, meant))
         yield finding(path, f"{show(value)} is not a number (allowed: 0 or more)", "1", correction)
@@ -130,7 +115,7 @@ def pipeline_divides_world(document: Document, context: Context) -> Findings:
     """
     count, world = document.integer("pipeline", "stages"), context.world_size
     divides = count is None or count <= 0 or world is None or world % count == 0
-    if not divides and not hugging_face(context):
+    if not divides and not context.hugging_face:
         yield finding(("pipeline", "stages"), f"{count} stages do not divide {world} ranks", f"a divisor of {world}")
 
 
@@ -207,13 +192,6 @@ def tensor_size_conflict(document: Document, context: Context) -> Findings:
         yield finding(_TP_SIZE, what, f'"autotp_size": {other} in tensor_parallel, or remove the key')
 
 
-def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
-    """Return the numbers of attention heads and of key-value heads."""
-    config = text_model(model)
-    heads = integer(config.get("num_attention_heads", config.get("n_head")))
-    return heads, integer(config.get("num_key_value_heads", heads))
-
-
 @rule("DSC624", "warning")
 def tensor_divides_heads(document: Document, context: Context) -> Findings:
     """autotp_size does not divide the numbers of attention heads and of key-value heads.
@@ -228,8 +206,12 @@ def tensor_divides_heads(document: Document, context: Context) -> Findings:
     Context: {"world_size": 3, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}}
     Proof: warns exceeds the model's key-value head count
     """
-    size = document.tensor_size
-    uneven = [count for count in _heads(context.model) if count and count % size]
+    model, size = context.model or {}, document.tensor_size
+    text = model.get("text_config")  # the configuration of the text part, which is the whole of most models
+    config = text if isinstance(text, dict) else model
+    heads = integer(config.get("num_attention_heads", config.get("n_head")))
+    counts = (heads, integer(config.get("num_key_value_heads", heads)))
+    uneven = [count for count in counts if count and count % size]
     if uneven:
         what = f"{size} does not divide the {min(uneven)} heads of the model: the ranks get unequal parts"
         yield finding(_size_path(document), what, f"a divisor of {min(uneven)}")
@@ -242,7 +224,7 @@ _PARTITION_KEYS = frozenset(
 _SPEC_KEYS = frozenset(
     {"patterns", "partition_type", "gather_output", "grad_allreduce", "shape", "partition_dim", "model_types"}
 )
-_PARTITION_TYPES: Mapping[str, str] = {"column": "", "row": "", "skip": ""}
+_PARTITION_TYPES = ("column", "row", "skip")
 
 
 def _layer_specs(document: Document) -> list[Path]:
@@ -273,8 +255,9 @@ def tensor_partition_type(document: Document, context: Context) -> Findings:
         path = (*spec, "partition_type")
         value = document.get(*path, default="column")
         if not isinstance(value, str) or value.lower() not in _PARTITION_TYPES:
-            what = f"{show(value)} is not a way to divide a layer (allowed: {listed(tuple(_PARTITION_TYPES))})"
-            yield unknown_word(document.string(*path), path, _PARTITION_TYPES, what, '"column", "row" or "skip"')
+            what = f"{show(value)} is not a way to divide a layer (allowed: {listed(_PARTITION_TYPES)})"
+            otherwise = '"column", "row" or "skip", for instance'
+            yield finding(path, what, meant(document.string(*path), _PARTITION_TYPES, otherwise))
 
 
 @rule("DSC629", "warning")
@@ -298,4 +281,4 @@ def tensor_partition_key_ignored(document: Document, context: Context) -> Findin
         for key in document.section(*holder):
             if key not in names:
                 what = f'"{key}" is not a key of {name(holder)}, and has no effect'
-                yield unknown_parameter((*holder, key), names, what)
+                yield key_finding((*holder, key), what, meant(key, names, "nothing: remove the key"))

@@ -1,8 +1,5 @@
 """Rules on precision: dtypes of parameters, gradients and master weights, and the loss scale of fp16."""
 
-from collections.abc import Iterator
-
-from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.rule import ZERO, Context, Findings, finding, rule
@@ -89,7 +86,10 @@ def unknown_dtype(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bf16"}}
     Proof: raises is not a valid DtypeEnum
     """
-    for path in _dtypes_read(document):
+    cast = document.fp16 or document.bf16  # the dtype of buffers is looked up only if the model is cast
+    keys = ("grad_accum_dtype", "param_dtype", *(["buffer_dtype"] if cast else []))
+    asked = [("data_types", key) for key in keys if document.get("data_types", key) is not None]
+    for path in (*([_AUTOCAST] if document.has(*_AUTOCAST) else []), *asked):
         value = document.get(*path)
         if not isinstance(value, str) or (value != AUTO and value not in _DTYPES):
             what = f"{show(value)} is not a number format that DeepSpeed knows (allowed: fp32, fp16, bf16)"
@@ -97,15 +97,6 @@ def unknown_dtype(document: Document, context: Context) -> Findings:
 
 
 _AUTOCAST = ("torch_autocast", "dtype")
-
-
-def _dtypes_read(document: Document) -> Iterator[Path]:
-    """Yield the paths of dtypes that DeepSpeed looks up. The one of buffers is used only if the model is cast."""
-    if document.has(*_AUTOCAST):
-        yield _AUTOCAST
-    for key in ("grad_accum_dtype", "param_dtype", *(["buffer_dtype"] if document.fp16 or document.bf16 else [])):
-        if document.get("data_types", key) is not None:
-            yield ("data_types", key)
 
 
 @rule("DSC306", "error")

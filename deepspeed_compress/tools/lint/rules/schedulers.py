@@ -4,15 +4,7 @@ from collections.abc import Callable, Mapping
 
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import closest, keys
-from deepspeed_compress.tools.lint.rule import (
-    Context,
-    Findings,
-    finding,
-    key_finding,
-    rule,
-    unknown_parameter,
-    unknown_word,
-)
+from deepspeed_compress.tools.lint.rule import Context, Findings, finding, key_finding, meant, rule
 from deepspeed_compress.tools.lint.values import listed, number, show
 
 _TYPE = ("scheduler", "type")
@@ -24,11 +16,6 @@ OWN = WARMUPS | {"LRRangeTest", "OneCycle"}
 def scheduler_name(document: Document) -> str:
     """Return the scheduler's type, or an empty string."""
     return document.string(*_TYPE)
-
-
-def parameter(document: Document, key: str) -> float | None:
-    """Return a parameter of the scheduler that is a finite number, or None."""
-    return document.number(*PARAMS, key)
 
 
 def _runs(document: Document) -> bool:
@@ -51,7 +38,7 @@ def unknown_scheduler(document: Document, context: Context) -> Findings:
     value = document.get(*_TYPE)
     if value is not None and not _runs(document):
         what = f"{show(value)} is neither a scheduler of DeepSpeed nor of torch"
-        yield unknown_word(document.string(*_TYPE), _TYPE, keys().schedulers, what, '"WarmupLR"')
+        yield finding(_TYPE, what, meant(scheduler_name(document), keys().schedulers, '"WarmupLR", for instance'))
 
 
 @rule("DSC522", "error")
@@ -83,10 +70,10 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Finding
     Proof: raises unexpected keyword argument
     """
     known = keys().schedulers.get(scheduler_name(document), {})
-    for key in document.params("scheduler") if known else ():
+    for key in document.section("scheduler", "params") if known else ():
         if key not in known:
             what = f'"{key}" is not a parameter of {scheduler_name(document)}'
-            yield unknown_parameter((*PARAMS, key), known, what)
+            yield key_finding((*PARAMS, key), what, meant(key, known, "nothing: remove the key"))
 
 
 @rule("DSC524", "error")
@@ -102,7 +89,7 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 100, "total_num_steps": 1000}}}
     Proof: raises missing 1 required positional argument
     """
-    known, given = keys().schedulers.get(scheduler_name(document), {}), document.params("scheduler")
+    known, given = keys().schedulers.get(scheduler_name(document), {}), document.section("scheduler", "params")
     # A misspelled name is reported as such.
     meant = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():
@@ -224,7 +211,7 @@ def steps_not_positive(document: Document, context: Context) -> Findings:
     Proof: raises warmup_num_steps must be a positive integer
     """
     for key in _STEPS.keys() & keys().schedulers.get(scheduler_name(document), {}).keys():
-        steps, (is_allowed, allowed, instead) = parameter(document, key), _STEPS[key]
+        steps, (is_allowed, allowed, instead) = document.number(*PARAMS, key), _STEPS[key]
         if steps is not None and not is_allowed(steps):
             yield finding((*PARAMS, key), f"{show(steps)} is refused (allowed: {allowed})", instead)
 
@@ -243,7 +230,7 @@ def warmup_exceeds_total(document: Document, context: Context) -> Findings:
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
     Proof: warns is less than warmup_num_steps
     """
-    total = parameter(document, "total_num_steps")
+    total = document.number(*PARAMS, "total_num_steps")
     warmup = document.number(*PARAMS, "warmup_num_steps", default=1000.0)
     if scheduler_name(document) in WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
         given = "" if document.has(*PARAMS, "warmup_num_steps") else ", its default"
@@ -265,7 +252,7 @@ def falling_warmup(document: Document, context: Context) -> Findings:
         "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.0001, "warmup_num_steps": 100}}}
     Proof: accepts the learning rate falls where it should rise
     """
-    low, high = parameter(document, "warmup_min_lr"), parameter(document, "warmup_max_lr")
+    low, high = document.number(*PARAMS, "warmup_min_lr"), document.number(*PARAMS, "warmup_max_lr")
     if scheduler_name(document) in WARMUPS and low is not None and high is not None and low > high:
         what = f"{show(low)} is more than warmup_max_lr {show(high)}: the rate falls during warm-up"
         yield finding((*PARAMS, "warmup_min_lr"), what, f"{show(high)} or less")
@@ -307,7 +294,7 @@ def no_steps_to_decay(document: Document, context: Context) -> Findings:
         "params": {"warmup_max_lr": 0.0001, "warmup_num_steps": 10, "total_num_steps": 100}}}
     Proof: accepts nothing is learned after the warm-up
     """
-    total = parameter(document, "total_num_steps")
+    total = document.number(*PARAMS, "total_num_steps")
     if scheduler_name(document) in WARMUPS and total is not None and total <= 0:
         what = f"{show(total)} steps: the rate falls to its minimum as soon as the warm-up ends"
         instead = 'the number of steps of the run, or "auto" with Hugging Face'

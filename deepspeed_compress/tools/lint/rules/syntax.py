@@ -3,9 +3,9 @@
 import re
 
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, write
-from deepspeed_compress.tools.lint.document import Document, Node
+from deepspeed_compress.tools.lint.document import UNQUOTED, Document, Node
 from deepspeed_compress.tools.lint.fixes import fix, remove
-from deepspeed_compress.tools.lint.rule import Context, Findings, hugging_face, rule
+from deepspeed_compress.tools.lint.rule import Context, Findings, rule
 from deepspeed_compress.tools.lint.values import show
 
 
@@ -71,9 +71,6 @@ def _duplicates_in(document: Document, node: Node, path: Path) -> Findings:
         yield from _duplicates_in(document, item, (*path, index))
 
 
-_NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces around the settings"}
-
-
 @rule("DSC004", "error")
 def hjson_only_syntax(document: Document, context: Context) -> Findings:
     """The file has syntax that DeepSpeed reads but Hugging Face and Lightning do not.
@@ -88,14 +85,13 @@ def hjson_only_syntax(document: Document, context: Context) -> Findings:
     Proof: raises JSONDecodeError|Expecting|Illegal|not a valid base64|neither
     """
     # One finding for each kind, at its first place, because such files have many.
-    if not (hugging_face(context) or context.framework == "lightning"):
+    if not (context.hugging_face or context.framework == "lightning"):
         return
     reader = "Lightning" if context.framework == "lightning" else "Hugging Face"
     for kind in dict.fromkeys(extension.kind for extension in document.extensions):
         found = [extension for extension in document.extensions if extension.kind == kind]
-        words = _NAMES.get(kind, f"a {kind.replace('-', ' ')}".replace("a un", "an un"))
-        words += f", {len(found)} times," if len(found) > 1 else ""
-        what = f"{words} is HJSON, which DeepSpeed reads and {reader} refuses (allowed: JSON)"
+        times = f", {len(found)} times," if len(found) > 1 else ""
+        what = f"{kind}{times} is HJSON, which DeepSpeed reads and {reader} refuses (allowed: JSON)"
         yield Diagnostic(at(span=found[0].span), what, write("JSON"))
 
 
@@ -127,9 +123,10 @@ def unquoted_string_takes_line(document: Document, context: Context) -> Findings
     """
     for extension in document.extensions:
         text = document.text[extension.span.start : extension.span.end]
-        if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
+        if extension.kind == UNQUOTED and any(mark in text for mark in (",", "}", "]", "#", "//")):
             what = f"without quotes the value is the rest of the line: {show(text)} (allowed: a string in quotes)"
-            yield Diagnostic(at(span=extension.span), what, write(_meant(text)))
+            word = _END_OF_VALUE.split(text, maxsplit=1)[0].strip()
+            yield Diagnostic(at(span=extension.span), what, write(_LITERALS.get(word, f'"{word}" in quotes')))
 
 
 _END_OF_VALUE = re.compile(r"[,}\]#;]|//")
@@ -140,9 +137,3 @@ _LITERALS = {
     **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "a finite number"),
 }
 """Literals of Python and JavaScript, with what to write instead."""
-
-
-def _meant(text: str) -> str:
-    """Return what to write instead of an unquoted string that includes the end of its line."""
-    word = _END_OF_VALUE.split(text, maxsplit=1)[0].strip()
-    return _LITERALS.get(word, f'"{word}" in quotes')

@@ -1,23 +1,16 @@
 """Rules on types: values that are refused, silently converted, misinterpreted, or in place of a section."""
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 
 from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document, Member
 from deepspeed_compress.tools.lint.fixes import fix, replace
 from deepspeed_compress.tools.lint.keys import Key, keys, known_values
 from deepspeed_compress.tools.lint.rule import READ_RAW, ZERO, Context, Findings, corrected, finding, rule
-from deepspeed_compress.tools.lint.rules.optimizer import not_numbers
-from deepspeed_compress.tools.lint.values import (
-    AUTO,
-    integer,
-    listed,
-    means_auto,
-    number,
-    show,
-    text_number,
-    truth,
-)
+from deepspeed_compress.tools.lint.rules.optimizer import known_optimizer
+from deepspeed_compress.tools.lint.rules.schedulers import OWN, scheduler_name
+from deepspeed_compress.tools.lint.values import AUTO, integer, listed, means_auto, number, show, text_number, truth
 
 _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
@@ -39,20 +32,6 @@ def misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, Me
             yield path, key, member
 
 
-def _boolean_text(path: Path, key: Key, member: Member) -> bool | None:
-    """Return the boolean that a string in place of a boolean stands for, or None."""
-    is_text = member.value.kind == "string" and "boolean" in key.kinds
-    return truth(member.value.value) if is_text else None
-
-
-def _meant_number(key: Key, member: Member) -> float | None:
-    """Return the number that a string in place of a number stands for, or None."""
-    value = member.value.value
-    if member.value.kind != "string" or not _NUMERIC & {*key.kinds}:
-        return None
-    return text_number(value) if "number" in key.kinds else integer(value)
-
-
 @rule("DSC010", "warning")
 def text_converted(document: Document, context: Context) -> Findings:
     """A boolean or a number is written as text, in a section that converts it.
@@ -66,12 +45,13 @@ def text_converted(document: Document, context: Context) -> Findings:
     Proof: accepts other readers of the file may take the text for false
     """
     for path, key, member in misfits(document, strict=True):
-        meant: float | None = _boolean_text(path, key, member)
-        if meant is None:
-            found = _meant_number(key, member) if path not in READ_RAW else None
+        value = member.value.value
+        meant: float | None = truth(value) if "boolean" in key.kinds else None
+        if meant is None and _NUMERIC & {*key.kinds} and path not in READ_RAW:
+            found = text_number(value) if "number" in key.kinds else integer(value)
             meant = found if not key.choices or found in key.choices else None
-        if meant is not None:
-            what = f"{show(member.value.value)} is text (allowed: {' or '.join(key.kinds)})"
+        if isinstance(value, str) and meant is not None:
+            what = f"{show(value)} is text (allowed: {' or '.join(key.kinds)})"
             yield corrected(document, path, what, meant, f"Write {show(meant)}")
 
 
@@ -145,21 +125,58 @@ def not_a_number(document: Document, context: Context) -> Findings:
     Right: {"train_batch_size": 8, "gradient_accumulation_steps": 4}
     Proof: raises TypeError
     """
-    for path, kinds in not_numbers(document):
-        what = f"{show(document.get(*path))} has the wrong type (allowed: {' or '.join(kinds)})"
-        yield finding(path, what, f"a value of type {' or '.join(kinds)}")
+    # Numbers in text and "auto" are left to other rules. Booleans count as 0 and 1.
+    for path, kinds in _numbers_expected(document):
+        node = document.node(*path)
+        reported = node is not None and (means_auto(node.value) or text_number(node.value) is not None)
+        if node is not None and not reported and node.kind not in ("number", "bool", *kinds):
+            what = f"{show(node.value)} has the wrong type (allowed: {' or '.join(kinds)})"
+            yield finding(path, what, f"a value of type {' or '.join(kinds)}")
 
 
-def _outside(value: float, limits: dict[str, float]) -> bool:
-    return (
-        value <= limits.get("above", float("-inf"))
-        or value < limits.get("least", float("-inf"))
-        or value >= limits.get("below", float("inf"))
-        or value > limits.get("most", float("inf"))
-    )
+_NUMBERS = frozenset(
+    {
+        *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "muon_lr", "adam_lr"),
+        *("alpha", "rho", "lambd", "t0", "momentum_decay", "beta2_decay", "d"),
+    }
+)
+"""Parameters of optimizers that are numbers."""
+_UNTRIED = frozenset({"lamb", "lion", "lion+offload", "adagrad+offload"})
+"""Optimizers whose kernels do not run on a CPU."""
+_ENDS = ("_lr", "lr_rate", "_step_rate", "_ratio", "_steps", "_size", "_count", "_iteration")
+"""Ends of the names of DeepSpeed's scheduler parameters that are numbers."""
+_MAY_BE_NULL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
 
 
-_WORDS = {"above": "above", "least": "at least", "below": "below", "most": "at most"}
+def _numbers_expected(document: Document) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Yield the paths of values with which DeepSpeed calculates, with the types that it accepts there.
+
+    Which keys accept null and arrays was found by running DeepSpeed with each.
+    """
+    reduced, profiled = document.stage == 0 or document.scatters, document.is_true("flops_profiler", "enabled")
+    for path, known, _ in known_values(document, strict=False):
+        is_read = profiled if path[0] == "flops_profiler" else len(path) == 1
+        unused = path[0] == "gradient_predivide_factor" and not reduced
+        if is_read and not unused and {"integer", "number"} & {*known.kinds}:
+            yield path, known.kinds
+    name = known_optimizer(document) or ""
+    for key in keys().optimizers.get(name, frozenset()) & _NUMBERS if name not in _UNTRIED else ():
+        if (name, key) != ("Adafactor", "eps"):  # two numbers
+            yield ("optimizer", "params", key), ("number",)
+    for key in document.section("scheduler", "params") if scheduler_name(document) in OWN else ():
+        if key.endswith(_ENDS):
+            # A rate may be an array, with an item for each parameter group.
+            also = (*(["array"] if key.endswith("_lr") else []), *(["null"] if key in _MAY_BE_NULL else []))
+            yield ("scheduler", "params", key), ("number", *also)
+
+
+_LIMITS = {
+    "above": ("above", operator.gt),
+    "least": ("at least", operator.ge),
+    "below": ("below", operator.lt),
+    "most": ("at most", operator.le),
+}
+"""Words for the limits of a key, with the comparisons that hold within them."""
 
 
 @rule("DSC016", "error")
@@ -176,8 +193,9 @@ def out_of_range(document: Document, context: Context) -> Findings:
     """
     for path, key, member in known_values(document, strict=True):
         value = number(member.value.value)
-        if value is not None and path != _STAGE and _outside(value, dict(key.limits)):
-            allowed = " and ".join(f"{_WORDS[word]} {show(limit)}" for word, limit in key.limits.items())
+        limits = [(*_LIMITS[name], limit) for name, limit in key.limits.items()]
+        if value is not None and path != _STAGE and not all(holds(value, limit) for _, holds, limit in limits):
+            allowed = " and ".join(f"{word} {show(limit)}" for word, _, limit in limits)
             yield finding(path, f"{show(value)} is out of range (allowed: {allowed})", f"a number {allowed}")
 
 
@@ -250,5 +268,5 @@ def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[
     """Yield sections that are "auto" if nothing drops the value. With a framework, DSC700 and DSC702 report them."""
     if context.framework in (None, "lightning"):
         for path, key, member in known_values(document, strict=False):
-            if key.kinds == ("object",) and means_auto(member.value.value) and path in keys().sections:
+            if key.kinds == ["object"] and means_auto(member.value.value) and path in keys().sections:
                 yield path, member

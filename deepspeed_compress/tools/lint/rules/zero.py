@@ -41,7 +41,7 @@ def zero_without_stage(document: Document, context: Context) -> Findings:
     settings = document.section(ZERO)
     ours = document.get("deepspeed_compress", "parallelism", "zero_stage")
     # A misspelled "stage" has its own finding.
-    meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
+    meant = any(closest(key, ["stage"]) for key in settings if key not in keys().sections[(ZERO,)].keys)
     if settings and "stage" not in settings and ours is None and not meant:
         what = 'without "stage" ZeRO is off, and the other settings have no effect'
         yield key_finding((ZERO,), what, '"stage": 2 as well')
