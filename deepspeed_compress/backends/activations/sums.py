@@ -78,8 +78,10 @@ class PairSum:
             return _exact_sum(x, self.group, self.messages.meter)
         total = x.clone(memory_format=torch.contiguous_format)
         chunks = torch.split(total.view(-1), self.chunk_numel)
-        for chunk, pending in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
-            self._finish(chunk, *pending)
+        for chunk, (pending, both) in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
+            with self.messages.meter.phase("communicate", chunk.device):
+                pending.finish()
+            self.messages.decode(chunk, *both)
         return total
 
     def _start(self, chunk: Tensor, number: int) -> tuple[PendingExchange, list[Tensor]]:
@@ -89,11 +91,6 @@ class PairSum:
         meter.count("bytes_tensor", mine.nbytes)
         with meter.phase("communicate", mine.device):
             return Link(self.group).start([mine, mine], both, number), both
-
-    def _finish(self, chunk: Tensor, exchange: PendingExchange, both: list[Tensor]) -> None:
-        with self.messages.meter.phase("communicate", chunk.device):
-            exchange.finish()
-        self.messages.decode_sum(both, chunk)
 
 
 def _exact_sum(x: Tensor, group: ProcessGroup, meter: Meter) -> Tensor:

@@ -2,36 +2,32 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from deepspeed_compress.backends.steps import UNKNOWN, StepFollower
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.backends.steps import StepFollower
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
-
-
-class StepHook(Protocol):
-    """Interface for objects that act before and after each step of the optimizer."""
-
-    def before_step(self) -> None: ...
-
-    def after_step(self, applied: bool) -> None: ...
 
 
 class MegatronSteps(StepFollower):
     """Reports to `sessions` how every step of `optimizer` ended.
 
+    The functions `before` are called before each of its steps, and `after`, with True if the step was applied.
     If gradients were reduced and then cleared (`zero_grad_buffer` of one of the `chunks`) before the optimizer stepped,
     as when Megatron repeats an iteration to check its result, the reductions are discarded.
     """
 
     def __init__(
-        self, sessions: Sequence[Session], optimizer: Any, chunks: Sequence[Any], hook: Sequence[StepHook]
+        self,
+        sessions: Sequence[Session],
+        optimizer: Any,
+        chunks: Sequence[Any],
+        before: Sequence[Callable[[], None]],
+        after: Sequence[Callable[[bool], None]],
     ) -> None:
-        self._sessions = sessions
-        self._optimizer = optimizer
-        self._hooks = hook
-        patches: Patches = sessions[0].patches
+        self._sessions, self._optimizer = sessions, optimizer
+        self._before, self._after = before, after
+        patches = sessions[0].patches
         patches.wrap(optimizer, "step", self._step)
         for chunk in chunks:
             patches.wrap(chunk, "zero_grad_buffer", self._zero_grad_buffer)
@@ -42,12 +38,9 @@ class MegatronSteps(StepFollower):
 
         With a scaler, this waits for the GPU, as every such step of Megatron does.
         """
-        return float(self._optimizer.get_loss_scale()) if _scaled(self._optimizer) else 1.0
-
-    @property
-    def global_steps(self) -> int:
-        """Return `count`, under the name that DeepSpeed's engine uses."""
-        return self.count
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        is_scaled = any(getattr(part, "grad_scaler", None) is not None for part in parts)
+        return float(self._optimizer.get_loss_scale()) if is_scaled else 1.0
 
     def begin(self, step: int) -> None:
         self.count, self.reduced = step, False
@@ -59,12 +52,12 @@ class MegatronSteps(StepFollower):
             self._end(False, None, self._sessions[0].clock.loss_scale)
 
     def _step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        for one in self._hooks:
-            one.before_step()
+        for prepare in self._before:
+            prepare()
         result = step(*args, **options)
         applied, norm = bool(result[0]), result[1]
-        for one in self._hooks:
-            one.after_step(applied)
+        for note in self._after:
+            note(applied)
         self._end(applied, norm if applied else math.inf, self.loss_scale)
         return result
 
@@ -76,14 +69,5 @@ class MegatronSteps(StepFollower):
         self.count, self.reduced = self.count + 1, False
         for session in self._sessions:
             before = session.clock.loss_scale
-            # Megatron returns 0 if it computes no norm.
-            session.finish(
-                FinishedStep(self.count, UNKNOWN, applied, before, scale_after, float(norm) if norm else None)
-            )
-
-
-def _scaled(optimizer: Any) -> bool:
-    """Return True if one of the optimizers that `optimizer` consists of scales the loss."""
-    return any(
-        getattr(one, "grad_scaler", None) is not None for one in getattr(optimizer, "chained_optimizers", [optimizer])
-    )
+            # The number of samples is unknown. Megatron returns 0 if it computes no norm.
+            session.finish(FinishedStep(self.count, None, applied, before, scale_after, float(norm) if norm else None))

@@ -1,7 +1,7 @@
 """Compression of activations in the model chunks of a rank: attachment, measurement, and checks of what cannot work."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, partialmethod
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.backends.activations.crossover import Kind, measure_kinds
-from deepspeed_compress.backends.activations.hooks import CompiledCalls, compiled_problem, is_compiled
+from deepspeed_compress.backends.activations.hooks import compiled_problem, is_compiled
 from deepspeed_compress.backends.announce import tell
 from deepspeed_compress.backends.megatron.activations.experts import EXPERTS, attach_experts, find_dispatchers
 from deepspeed_compress.backends.megatron.activations.experts import PARAMETERS as EXCHANGE_PARAMETERS
@@ -26,19 +26,18 @@ from deepspeed_compress.session.session import Session
 
 def attach_activations(
     chunks: Sequence[Any], activations: Activations, run: Run, patches: Patches
-) -> Sequence[CompiledCalls | Stages]:
+) -> Iterator[Callable[[], None]]:
     """Compress what `activations` says until `patches` are undone.
 
-    Returns:
+    Yields:
         What has to be called before each step of the optimizer.
     """
-    pipeline, experts = activations.pipeline, activations.experts
-    compiled = [] if experts is None else attach_experts(chunks, experts, run.meter, patches)
-    if pipeline is None:
-        return compiled
-    stages = Stages(chunks[0], pipeline.bits, run)
-    stages.attach(patches)
-    return [*compiled, stages]
+    if activations.experts is not None:
+        yield from attach_experts(chunks, activations.experts, run.meter, patches)
+    if activations.pipeline is not None:
+        stages = Stages(chunks[0], activations.pipeline.bits, run)
+        stages.attach(patches)
+        yield stages.before_step
 
 
 def measure_activations(chunks: Sequence[Any], activations: Activations, session: Session) -> None:
@@ -46,9 +45,8 @@ def measure_activations(chunks: Sequence[Any], activations: Activations, session
 
     Collective; waits for the GPU.
     """
-    first = chunks[0]
-    parameter = next(first.parameters())
-    groups: dict[Kind, ProcessGroup] = {"pipeline": first.pp_group}
+    parameter = next(chunks[0].parameters())
+    groups: dict[Kind, ProcessGroup] = {"pipeline": chunks[0].pp_group}
     for dispatcher in find_dispatchers(chunks):
         groups["experts"] = dispatcher.ep_group
     measured = measure_kinds(activations, groups, parameter.dtype, parameter.device)
@@ -66,8 +64,7 @@ _COMMUNICATED = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next
 def find_changed_seams() -> Iterator[str]:
     """Yield the functions that `activations` replaces, and that this version of Megatron calls in another way."""
     method = vars(P2PCommunicator)[METHOD]
-    expected = {"self", *_COMMUNICATED}
-    if not isinstance(method, partialmethod) and set(inspect.signature(method).parameters) != expected:
+    if not isinstance(method, partialmethod) and set(inspect.signature(method).parameters) != {"self", *_COMMUNICATED}:
         yield f"P2PCommunicator.{METHOD}"
     if tuple(inspect.signature(token_dispatcher.all_to_all).parameters) != EXCHANGE_PARAMETERS:
         yield "token_dispatcher.all_to_all"

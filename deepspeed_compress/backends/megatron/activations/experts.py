@@ -6,7 +6,7 @@ exact.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from deepspeed_compress.session.patches import Patches, replaced
 EXPERTS = f"/{SECTION}/activations/experts"
 PARAMETERS = ("group", "input_", "output_split_sizes_", "input_split_sizes")
 """Parameters of the function `all_to_all` of Megatron's module, which exchanges rows."""
-METHODS = ("token_dispatch", "token_combine")
-"""Methods of a dispatcher that call it: on the way to the experts, and back."""
 
 
 def find_dispatchers(chunks: Sequence[nn.Module]) -> list[Any]:
@@ -38,23 +36,21 @@ def find_dispatchers(chunks: Sequence[nn.Module]) -> list[Any]:
 
 def attach_experts(
     chunks: Sequence[nn.Module], settings: ExpertActivations, meter: Meter, patches: Patches
-) -> list[CompiledCalls]:
+) -> Iterator[Callable[[], None]]:
     """Compress the exchanges of the experts of `chunks`, until `patches` are undone.
 
-    Returns:
+    Yields:
         What has to be called before each step of the optimizer.
     """
-    legs = [None if one is None else make_leg(one.bits, meter) for one in (settings.dispatch, settings.combine)]
-    compiled = [CompiledCalls(weakref.ref(chunk), EXPERTS, "exchanges") for chunk in chunks]
-    for chunk, calls in zip(chunks, compiled, strict=True):
-        training = TrainingPass(chunk)
+    ways = {"token_dispatch": settings.dispatch, "token_combine": settings.combine}
+    legs = {method: make_leg(way.bits, meter) for method, way in ways.items() if way is not None}
+    for chunk in chunks:
+        training, compiled = TrainingPass(chunk), CompiledCalls(weakref.ref(chunk), EXPERTS, "exchanges")
         patches.on_undo(training.detach)
         for dispatcher in find_dispatchers([chunk]):
-            for name, leg in zip(METHODS, legs, strict=True):
-                if leg is not None:
-                    way = _Way(getattr(dispatcher, name), leg, training, calls)
-                    patches.replace(dispatcher, name, way)
-    return compiled
+            for method, leg in legs.items():
+                patches.replace(dispatcher, method, _Way(getattr(dispatcher, method), leg, training, compiled))
+        yield compiled.before_step
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,6 @@ PARAMETERS = (*_SENT, *_RECEIVED)
 """Parameters of these functions that are tensors, or None."""
 
 
-def _handle(parameter: str) -> str:
-    """Return the name of the handle that a function of `STARTS` returns for a tensor, if it returns a dict."""
-    return parameter.removeprefix("tensor_")
-
-
 @dataclass(frozen=True)
 class _Pending:
     """Handle of a compressed message, which keeps its `payload` alive.
@@ -58,7 +53,7 @@ class _Pending:
         for handle in self.handles:
             handle.wait()
         if self.tensor is not None:
-            self.messages.decode(self.payload, self.tensor)
+            self.messages.decode(self.tensor, self.payload)
 
 
 class Stages:
@@ -87,8 +82,6 @@ class Stages:
                 "configuration of the model; pass this to the P2PCommunicator of the schedule, or remove the key"
             )
 
-    def after_step(self, applied: bool) -> None: ...
-
     def takes(self, communicator: Any) -> bool:
         """Return True if messages of `communicator` are compressed now."""
         return torch.is_grad_enabled() and communicator.config is getattr(self._chunk(), "config", None)
@@ -109,10 +102,11 @@ class Stages:
         payloads = {name: self._payload(name, tensor) for name, tensor in tensors.items()}
         handles = original(**{**options, **payloads})
         into = {name: tensors[name] if name in _RECEIVED else None for name in payloads}
-        pending = {_handle(name): _Pending(self._messages, payload, into[name]) for name, payload in payloads.items()}
+        pending = {name: _Pending(self._messages, payload, into[name]) for name, payload in payloads.items()}
         if isinstance(handles, dict):
-            ours = {name: replace(one, handles=[handles[name]]) for name, one in pending.items()}
-            return {**handles, **ours}
+            # Megatron names the handle of a tensor like its parameter, without "tensor_".
+            named = {name.removeprefix("tensor_"): one for name, one in pending.items()}
+            return {**handles, **{name: replace(one, handles=[handles[name]]) for name, one in named.items()}}
         return [*handles, *pending.values()]  # Megatron waits for all of them, in this order
 
     def _payload(self, name: str, tensor: Tensor) -> Tensor:
