@@ -88,21 +88,18 @@ def joined(
 def _inside_model(config: CompressConfig) -> list[str]:
     """Return the texts on what ranks with different parts of the model send to each other."""
     activations, found = config.activations or Activations(), []
-    tensor, pipeline = activations.tensor, activations.pipeline
-    experts, sequence = activations.experts, activations.sequence
+    tensor, experts = activations.tensor, activations.experts
     if tensor is not None:
         backward = f", {tensor.backward_bits} backward" if tensor.backward_bits else ""
         how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits{backward}"] if tensor.bits else [])
         found.append(f"sums of tensor parallelism are {' and '.join(how)}")
-    if pipeline is not None:
-        found.append(f"activations between stages are in {pipeline.bits} bits")
-    if experts is not None and experts.dispatch is not None:
-        found.append(f"tokens for experts are in {experts.dispatch.bits} bits")
-    if experts is not None and experts.combine is not None:
-        found.append(f"results of experts are in {experts.combine.bits} bits")
-    if sequence is not None:
-        found.append(f"all-to-alls of sequence parallelism are in {sequence.bits} bits")
-    return found
+    messages = {
+        "activations between stages": activations.pipeline,
+        "tokens for experts": experts.dispatch if experts else None,
+        "results of experts": experts.combine if experts else None,
+        "all-to-alls of sequence parallelism": activations.sequence,
+    }
+    return found + [f"{what} are in {one.bits} bits" for what, one in messages.items() if one is not None]
 
 
 def gradient_texts(

@@ -76,15 +76,15 @@ def refuse(engine: Any, problems: Iterable[str]) -> None:
 
 def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: CompressConfig) -> Iterator[str]:
     """Yield a problem, with the fix, if an optimizer with these groups would apply momentum a second time."""
-    if config.gradients.method not in OWN_MOMENTUM:
+    method = config.gradients.method
+    if method not in OWN_MOMENTUM:
         return
     # The factor of the first moment, of which some optimizers have none.
     factors = {float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0)) for group in param_groups}
     if found := factors - {0.0}:
         yield (
-            f"/deepspeed_compress/gradients/method {config.gradients.method} applies momentum to the "
-            f"gradients, and the optimizer would apply momentum {max(found)} on top; allowed: none. Write "
-            f"optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
+            f"/{SECTION}/gradients/method {method} applies momentum, and the optimizer {max(found)} on top; allowed: "
+            f"none. Write optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; momentum: 0.0 for SGD"
         )
 
 

@@ -199,9 +199,7 @@ def measure(
     sizes = run.meter.sizes()
     seconds = [[seconds_of(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    group.allreduce([slowest], options).wait()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     times = dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True))
     saved = sizes[f"bytes_{kind}_saved"]
     # Messages between stages are counted where they are sent.

@@ -47,13 +47,10 @@ _Exchange = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """Sum by `reducer`, which counts what it sends."""
+    """Sum over `group` by `reducer`, which counts what it sends."""
 
+    group: ProcessGroup
     reducer: PayloadReducer
-
-    @property
-    def group(self) -> ProcessGroup:
-        return self.reducer.group
 
     def __call__(self, x: Tensor) -> Tensor:
         group, meter = self.group, self.reducer.run.meter
@@ -111,7 +108,8 @@ def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> TensorSum:
     if group.size() == 2:
         return PairSum(group, ActivationMessages(codec, run.meter, "bytes_tensor_saved"), run.chunk_numel)
     messages = Messages((Channel(codec),), level=INSIDE_LEVEL)
-    return CompressedSum(PayloadReducer(Link(group), messages, run, run.chunk_numel * group.size(), "bytes_tensor"))
+    reducer = PayloadReducer(Link(group), messages, run, run.chunk_numel * group.size(), "bytes_tensor")
+    return CompressedSum(group, reducer)
 
 
 def sums_over(codec: Codec, run: Run) -> SumOver:

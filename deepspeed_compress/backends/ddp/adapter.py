@@ -32,8 +32,6 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.monitor import ring_all_reduce
 from deepspeed_compress.session.patches import leave_out_of_copies
 
-_HOOK_TWICE = "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
-
 
 def attach(
     model: DistributedDataParallel, config: Config, optimizer: Optimizer, scaler: GradScaler | None = None
@@ -60,10 +58,7 @@ def attach(
         >>> compression.save("checkpoint/step_100")
     """
     if not isinstance(model, DistributedDataParallel):
-        raise UnsupportedError(
-            f"expected a DistributedDataParallel, got {type(model).__name__}; wrap the model, or use "
-            "fsdp2.attach after fully_shard"
-        )
+        raise UnsupportedError(f"expected a DistributedDataParallel, got {type(model).__name__}; or use fsdp2.attach")
     section, document = read_section(config)
     optimizer = unwrap(optimizer)
     target = Target(_trained(model), model.process_group)
@@ -118,7 +113,7 @@ def _limits(
     if section.gradients.method == "none":
         return
     if model._comm_hooks:
-        yield _HOOK_TWICE
+        yield "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
     if model._delay_all_reduce_params or vars(model).get("skip_all_reduce_unused_params"):
         yield "it leaves parameters out of its buckets (delay_all_reduce_named_params, skip_all_reduce_unused_params)"
     others = {str(parameter.dtype) for parameter in target.parameters.values()} - set(map(str, DTYPES.values()))
@@ -171,9 +166,7 @@ def _before_forward(
 ) -> None:
     if model._join_config.enable:
         # Ranks that have run out of data would take part in reductions, but not in steps.
-        raise UnsupportedError(
-            "join() cannot be combined with compressed gradients: give all ranks the same number of steps"
-        )
+        raise UnsupportedError("join() cannot be combined with compression: give all ranks the same number of steps")
     forget_if_cleared(attached.steps, parameters)
 
 

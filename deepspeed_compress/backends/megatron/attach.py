@@ -6,7 +6,8 @@ over ranks and are not parts of one tensor. The files of a rank, as `save` write
 object, and `load` reads them. Both use a temporary directory.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -19,18 +20,19 @@ from torch.nn import Parameter
 from deepspeed_compress.backends import sessions
 from deepspeed_compress.backends.groups import find_place_among, make_group
 from deepspeed_compress.backends.limits import refuse
-from deepspeed_compress.backends.megatron.activations.attach import attach_activations, measure_activations
+from deepspeed_compress.backends.megatron.activations import attach_activations, measure_activations
 from deepspeed_compress.backends.megatron.buckets import Share, name_parameters
 from deepspeed_compress.backends.megatron.gradients import Gradients, count_gradients
 from deepspeed_compress.backends.megatron.limits import check_version, find_limits
-from deepspeed_compress.backends.megatron.steps import MegatronSteps
 from deepspeed_compress.backends.megatron.weights import Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, describe, make_session, read_section
+from deepspeed_compress.backends.steps import StepFollower
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import ExactWeights, Session
 from deepspeed_compress.session.state_files import NOT_SAVED, Place, result_on_all
 
@@ -164,14 +166,18 @@ def _attach(
     if section.activations is not None:
         before += attach_activations(chunks, section.activations, dense.session.run, patches)
     after += [one.count_plain_weights for one in present]
-    steps = MegatronSteps([one.session for one in present], optimizer, chunks, before, after)
+    steps = _Steps([one.session for one in present], optimizer, chunks, before, after)
     for one in present:
         one.follow(steps)
     steps.begin(0)
     if section.activations is not None:
         measure_activations(chunks, section.activations, dense.session)
-    handles = [None if one is None else sessions.Attached(one.session, steps, one.place) for one in (dense, experts)]
-    return Attached(*handles, any_experts=any(gather_objects(experts is not None)), weights=weights)
+    return Attached(
+        sessions.Attached(dense.session, steps, dense.place),
+        None if experts is None else sessions.Attached(experts.session, steps, experts.place),
+        any(gather_objects(experts is not None)),
+        weights,
+    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class _AttachedShare:
     place: Place
     weights: Weights | None
 
-    def follow(self, steps: MegatronSteps) -> None:
+    def follow(self, steps: StepFollower) -> None:
         """Let Megatron's bucket groups reduce through the session from now on."""
         if self.session.config.gradients.method == "none":
             count_gradients(self.session, self.share.groups, self.share.group)
@@ -230,3 +236,67 @@ def _send_differences(share: Share, session: Session) -> Weights | None:
     weights = Weights(session, with_masters, share.names, partial(reduction.difference_gather, whole))
     session.send_weights(ExactWeights(lambda: session.clock.step, weights.synchronise, session.meter))
     return weights
+
+
+class _Steps(StepFollower):
+    """Reports to `sessions` how every step of `optimizer` ended.
+
+    The functions `before` are called before each of its steps, and `after`, with True if the step was applied.
+    If gradients were reduced and then cleared (`zero_grad_buffer` of one of the `chunks`) before the optimizer stepped,
+    as when Megatron repeats an iteration to check its result, the reductions are discarded.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        optimizer: Any,
+        chunks: Sequence[Any],
+        before: Sequence[Callable[[], None]],
+        after: Sequence[Callable[[bool], None]],
+    ) -> None:
+        self._sessions, self._optimizer = sessions, optimizer
+        self._before, self._after = before, after
+        patches = sessions[0].patches
+        patches.wrap(optimizer, "step", self._step)
+        for chunk in chunks:
+            patches.wrap(chunk, "zero_grad_buffer", self._zero_grad_buffer)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale of the optimizer's scaler, or 1.0 without one.
+
+        With a scaler, this waits for the GPU, as every such step of Megatron does.
+        """
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        is_scaled = any(getattr(part, "grad_scaler", None) is not None for part in parts)
+        return float(self._optimizer.get_loss_scale()) if is_scaled else 1.0
+
+    def begin(self, step: int) -> None:
+        self.count, self.reduced = step, False
+        for session in self._sessions:
+            session.begin(step, self.loss_scale)
+
+    def forget(self) -> None:
+        if self.reduced:
+            self._end(False, None, self._sessions[0].clock.loss_scale)
+
+    def _step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        for prepare in self._before:
+            prepare()
+        result = step(*args, **options)
+        applied, norm = bool(result[0]), result[1]
+        for note in self._after:
+            note(applied)
+        self._end(applied, norm if applied else math.inf, self.loss_scale)
+        return result
+
+    def _zero_grad_buffer(self, zero_grad_buffer: Callable[..., None], *args: Any, **options: Any) -> None:
+        zero_grad_buffer(*args, **options)
+        self.forget()
+
+    def _end(self, applied: bool, norm: Any, scale_after: float) -> None:
+        self.count, self.reduced = self.count + 1, False
+        for session in self._sessions:
+            before = session.clock.loss_scale
+            # The number of samples is unknown. Megatron returns 0 if it computes no norm.
+            session.finish(FinishedStep(self.count, None, applied, before, scale_after, float(norm) if norm else None))

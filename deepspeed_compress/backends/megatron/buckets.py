@@ -152,9 +152,8 @@ class Share:
     def _tensor_size(self) -> int:
         """Return the number of ranks that share a layer."""
         first = self.chunks[0]
-        if self.experts:
-            return int(first.config.expert_tensor_parallel_size or first.tp_group.size())
-        return int(first.tp_group.size())
+        of_experts = first.config.expert_tensor_parallel_size if self.experts else None
+        return int(of_experts or first.tp_group.size())
 
 
 def _called(parameter: Parameter, name: str) -> str:

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from packaging.version import Version
 
 from deepspeed_compress.backends.limits import find_common_limits
-from deepspeed_compress.backends.megatron.activations.attach import find_activation_limits, find_changed_seams
+from deepspeed_compress.backends.megatron.activations import find_activation_limits, find_changed_seams
 from deepspeed_compress.backends.megatron.weights import has_masters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.errors import SeamError
@@ -65,10 +65,7 @@ def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -
     for chunk in chunks:
         yield from (f"{key} {why}; write False" for key, why in _OPTIONS.items() if getattr(chunk.ddp_config, key))
         if chunk.ddp_config.num_distributed_optimizer_instances > 1:
-            yield (
-                "num_distributed_optimizer_instances reduces over two groups, one after the other; write 1 (for fewer "
-                "bytes between nodes: gradients.hierarchy)"
-            )
+            yield "num_distributed_optimizer_instances reduces over two groups; write 1 (or use gradients.hierarchy)"
         if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
             yield 'cuda_graph_impl captures work that is decided in every step; write "none"'
     yield from _limits_of_optimizer(chunks, optimizer)
@@ -109,15 +106,9 @@ def _limits_of_weights(chunks: Sequence[Any], optimizer: Any, config: CompressCo
     where = f'/{SECTION}/weights/method: "{config.weights.method}"'
     remedy = 'Write "method": "none", or remove weights'
     if config.weights.overlap:
-        yield (
-            f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false), which decides it by "
-            "overlap_param_gather; write that there, and remove the key"
-        )
+        yield f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false); use overlap_param_gather"
     if config.weights.frozen:
-        yield (
-            f"/{SECTION}/weights/frozen: true has no effect with Megatron (allowed: false), which never sends frozen "
-            "weights; remove the key"
-        )
+        yield f"/{SECTION}/weights/frozen: true has no effect, since Megatron never sends them; remove the key"
     if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         yield f"{where} has no effect without use_distributed_optimizer: no weights are sent. {remedy}, or use it"
     elif not any(map(has_masters, _bucket_groups(chunks))):
