@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 
 from torch.distributed import ProcessGroup
 
@@ -75,22 +76,6 @@ class _Sent:
             scatter(pending.finish(gather(flat, pending.own)), pending.own, flat)
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """Handle for Megatron to wait for the buckets of a group, which are among all that are `under_way`."""
-
-    sent: Sequence[_Sent]
-    under_way: list[_Sent]
-
-    def wait(self) -> None:
-        # Send all means back before waiting for the first of them.
-        for one in self.under_way:
-            one.send_back()
-        for one in self.sent:
-            one.finish()
-            self.under_way.remove(one)
-
-
 class Gradients:
     """Reducer of the gradients of `groups` through `session`, over the ranks `whole`."""
 
@@ -120,18 +105,26 @@ class Gradients:
             source.check_grads(
                 check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=options.check_for_large_grads
             )
-        handle = self._send(group, bool(force_all_reduce) or not group.distributed)
+        sent = self._send(group, bool(force_all_reduce) or not group.distributed)
         if options.overlap_grad_reduce:
-            source.grad_reduce_handle = handle
+            source.grad_reduce_handle = SimpleNamespace(wait=partial(self._finish, sent))
         else:
-            handle.wait()
+            self._finish(sent)
 
-    def _send(self, group: BucketGroup, everywhere: bool) -> _Handle:
+    def _send(self, group: BucketGroup, everywhere: bool) -> list[_Sent]:
         self._begin()
         self._session.meter.count("bytes_uncompressed", _bytes_alone(group, self._whole, everywhere))
         sent = [self._sent(bucket, everywhere) for bucket in group.buckets]
         self._under_way += sent
-        return _Handle(sent, self._under_way)
+        return sent
+
+    def _finish(self, sent: Sequence[_Sent]) -> None:
+        # Send all means back before waiting for the first of them.
+        for one in self._under_way:
+            one.send_back()
+        for one in sent:
+            one.finish()
+            self._under_way.remove(one)
 
     def _sent(self, bucket: Bucket, everywhere: bool) -> _Sent:
         number = self._number(self._place[id(bucket)])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,17 +55,6 @@ class _Flat:
         device = self.held.device
         parts = [torch.zeros(n, device=device) if one is None else one.main_param.view(-1) for one, n in self.mine]
         return torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """Handle for Megatron to wait for."""
-
-    pending: Sequence[PendingWeights]
-
-    def wait(self) -> None:
-        for one in self.pending:
-            one.finish()
 
 
 class Weights:
@@ -133,7 +123,7 @@ class Weights:
         self._due.discard(key)
         if source.ddp_config.overlap_param_gather and not force_sync:
             pending = [flat.gather.begin(flat.held, flat.master(), flat.tag) for flat in flats]
-            source.param_gather_handle = _Handle(pending)
+            source.param_gather_handle = SimpleNamespace(wait=partial(_finish, pending))
         else:
             for flat in flats:
                 flat.gather.gather(flat.held, flat.master())
@@ -142,6 +132,11 @@ class Weights:
     def _put_back(self, key: int) -> None:
         for flat, own in zip(self._flats[key], self._kept.pop(key), strict=True):
             flat.own.copy_(own)
+
+
+def _finish(pending: Sequence[PendingWeights]) -> None:
+    for one in pending:
+        one.finish()
 
 
 def _flat(bucket: Any, names: Mapping[Parameter, str], make_gather: GatherFactory, tag: int) -> _Flat:
