@@ -155,7 +155,7 @@ momentum is not saved: checkpointing/deepspeed/test_checkpoint.py
 the state of a rank that is no more is lost: checkpointing/deepspeed/test_checkpoint.py
     state._takes: saved.index % position.size => saved.index
 what DDP drops of unused parameters is lost: backends/contract/test_contract.py
-    Unused._remember: kept.add_(surplus, alpha=self._group.size()) => kept
+    Unused._undo: kept.add_(surplus, alpha=self._group.size()) => kept
 parts of FSDP2 in the wrong order: backends/test_fsdp2_layout.py
     fsdp2.gradients._segments: owner * share => (ranks - 1 - owner) * share
 copies of a model add up: backends/contract/test_contract.py
@@ -163,7 +163,7 @@ copies of a model add up: backends/contract/test_contract.py
 FSDP2 evaluates with rounded weights: backends/test_fsdp2.py
     fsdp2.weights._Gather.forget: self.unit.module.reshard() => None
 weights divided again by FSDP2 are rounded twice: backends/test_fsdp2.py
-    Gathers.rounds_over: group.group_name == self._shard.group_name => True
+    Gathers.rounds_over: group.group_name == self.shard.group_name => True
 gradients that are cleared in vain leave a trace: backends/contract/test_contract.py
     TorchSteps.forget: self.reduced and not self._asked => self._asked
 Megatron's shares are cut without padding: backends/contract/test_contract.py

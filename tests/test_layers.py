@@ -119,9 +119,7 @@ TABLE = {
         "compression.state_description config errors launcher.heartbeat session transport.client",
         "torch deepspeed",
     ),
-    "checkpointing.deepspeed.exclusive": allow(
-        "checkpointing collectives.objects session.state_files errors safe_files", "torch"
-    ),
+    "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors safe_files", "torch"),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
     "local_sgd.anchors": allow("local_sgd errors transport", "torch"),
     "local_sgd.moments": allow("", "torch"),
@@ -186,10 +184,8 @@ TABLE = {
     "integrations.inherited": allow("integrations.install"),
     "integrations.launch": allow("config errors", "yaml", lazily="accelerate deepspeed torch"),
     "integrations.patching": allow("errors session.patches"),
-    "integrations.accelerate": allow("config errors integrations.patching integrations.sections", "accelerate"),
-    "integrations.sections": allow("config errors"),
-    "integrations.lightning": allow(
-        "checkpointing.completeness config errors integrations.patching integrations.sections", lazily="session"
+    "integrations.frameworks": allow(
+        "checkpointing.completeness config errors integrations.patching", lazily="accelerate session"
     ),
     "integrations.hf": allow(
         "config errors integrations.install integrations.patching integrations.trainer_callback launcher.heartbeat",

@@ -16,14 +16,7 @@ from deepspeed_compress.choice_names import NOW
 from deepspeed_compress.collectives.buckets import Partition
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reducer import Reducer
-from deepspeed_compress.config import (
-    Activations,
-    CompressConfig,
-    CompressedGradients,
-    CompressedWeights,
-    Islands,
-    brief,
-)
+from deepspeed_compress.config import Activations, CompressConfig, CompressedGradients, CompressedWeights, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.config.schedules import choice_name
 from deepspeed_compress.errors import CompressWarning
@@ -78,47 +71,35 @@ def joined(
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
     first = f"{methods}; {where}, {ranks} {members}"
     found = [*(figures() if ranks > 1 else ()), *_inside_model(config), *map(str, measured)]
-    found += _between_islands(config.islands)
+    if config.islands is not None:
+        steps, interval = config.islands.sync_steps, config.islands.sync_every
+        every = interval if steps is None else f"{steps} steps"
+        found.append(f"islands exchange {brief(config.islands.exchange)} every {every}")
     if not found:
         return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, so nothing is compressed'}"
-    return "; ".join([first, *found, *_start(config)]) + ' ("monitor": {"announce": false} turns this line off)'
-
-
-def _start(config: CompressConfig) -> list[str]:
-    """Return the text on steps at the start that are not compressed; none if all steps are."""
     if config.auto is not None:
-        return [
-            f'auto: "{NOW}" (uncompressed) and "{choice_name(config.gradients)}" take turns, and the faster one stays'
-        ]
-    warmup = config.schedule.warmup_steps
-    return [f"the first {warmup} steps are uncompressed"] if warmup else []
+        compressed = choice_name(config.gradients)
+        found.append(f'auto: "{NOW}" (uncompressed) and "{compressed}" take turns, and the faster one stays')
+    elif config.schedule.warmup_steps:
+        found.append(f"the first {config.schedule.warmup_steps} steps are uncompressed")
+    return "; ".join([first, *found]) + ' ("monitor": {"announce": false} turns this line off)'
 
 
 def _inside_model(config: CompressConfig) -> list[str]:
     """Return the texts on what ranks with different parts of the model send to each other."""
     activations, found = config.activations or Activations(), []
-    tensor, pipeline = activations.tensor, activations.pipeline
-    experts, sequence = activations.experts, activations.sequence
+    tensor, experts = activations.tensor, activations.experts
     if tensor is not None:
         backward = f", {tensor.backward_bits} backward" if tensor.backward_bits else ""
         how = (["merged"] if tensor.merge else []) + ([f"in {tensor.bits} bits{backward}"] if tensor.bits else [])
         found.append(f"sums of tensor parallelism are {' and '.join(how)}")
-    if pipeline is not None:
-        found.append(f"activations between stages are in {pipeline.bits} bits")
-    if experts is not None and experts.dispatch is not None:
-        found.append(f"tokens for experts are in {experts.dispatch.bits} bits")
-    if experts is not None and experts.combine is not None:
-        found.append(f"results of experts are in {experts.combine.bits} bits")
-    if sequence is not None:
-        found.append(f"all-to-alls of sequence parallelism are in {sequence.bits} bits")
-    return found
-
-
-def _between_islands(islands: Islands | None) -> list[str]:
-    if islands is None:
-        return []
-    every = islands.sync_every if islands.sync_steps is None else f"{islands.sync_steps} steps"
-    return [f"islands exchange {brief(islands.exchange)} every {every}"]
+    messages = {
+        "activations between stages": activations.pipeline,
+        "tokens for experts": experts.dispatch if experts else None,
+        "results of experts": experts.combine if experts else None,
+        "all-to-alls of sequence parallelism": activations.sequence,
+    }
+    return found + [f"{what} are in {one.bits} bits" for what, one in messages.items() if one is not None]
 
 
 def gradient_texts(
@@ -178,14 +159,12 @@ def weight_text(
         alone += ring_all_gather(sum(sizes[name] for name in names), ranks)
         exact += ring_all_gather(sum(sizes[name] for name in names if name not in rounded), ranks)
     text = f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"
-    return text + (f"; {size(exact)} of them are {_why_exact(weights)}" if exact else "")
-
-
-def _why_exact(weights: CompressedWeights) -> str:
-    """Return a text on the weights that are not rounded."""
+    if not exact:
+        return text
+    why = 'frozen and travel exactly (in weights, "frozen": true rounds those that are not packed)'
     if weights.frozen:
-        return "packed, or of a type that is not trained, and travel exactly"
-    return 'frozen and travel exactly (in weights, "frozen": true rounds those that are not packed)'
+        why = "packed, or of a type that is not trained, and travel exactly"
+    return f"{text}; {size(exact)} of them are {why}"
 
 
 def mean_bytes(session: Session, partition: Partition, everywhere: bool) -> float:

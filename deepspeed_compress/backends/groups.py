@@ -16,10 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _world
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression.state_description import Position
-from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.errors import ConfigError
-
-_POINTER = "/deepspeed_compress/gradients/hierarchy/ranks_per_node"
 
 
 def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
@@ -120,21 +118,16 @@ def split_by_node(group: Sequence[int], ranks_per_node: int, world_size: int) ->
         ConfigError: unless there are at least two nodes, each with the same number of ranks of the group, two or more.
     """
     nodes = [tuple(ranks) for _, ranks in groupby(sorted(group), lambda rank: rank // ranks_per_node)]
-    sizes = {len(node) for node in nodes}
-    reason = None
-    if world_size % ranks_per_node:
-        reason = f"does not divide the {world_size} ranks of the job"
-    elif len(nodes) < 2:
-        reason = f"puts all {len(group)} data-parallel ranks on one node, which has no effect"
-    elif len(sizes) > 1:
-        reason = (
-            f"puts unequal numbers of data-parallel ranks on the nodes: {', '.join(str(len(node)) for node in nodes)}"
-        )
-    elif sizes == {1}:
-        reason = "leaves one data-parallel rank on each node, which has no effect"
-    if reason:
+    sizes = [len(node) for node in nodes]
+    reasons = {
+        f"does not divide the {world_size} ranks of the job": world_size % ranks_per_node,
+        f"puts all {len(group)} data-parallel ranks on one node, which has no effect": len(nodes) < 2,
+        f"puts unequal numbers of data-parallel ranks on the nodes: {', '.join(map(str, sizes))}": len(set(sizes)) > 1,
+        "leaves one data-parallel rank on each node, which has no effect": max(sizes) == 1,
+    }
+    for reason in (reason for reason, applies in reasons.items() if applies):
         raise ConfigError(
-            f"{_POINTER}: {ranks_per_node} {reason} (allowed: the number of ranks that the launcher starts on each "
-            f"node). Write that, or remove the key hierarchy."
+            f"/{SECTION}/gradients/hierarchy/ranks_per_node: {ranks_per_node} {reason} (allowed: the number of ranks "
+            "that the launcher starts on each node). Write that, or remove the key hierarchy."
         )
     return nodes

@@ -1,7 +1,6 @@
 """Checks for engines of any kind: the version of torch, equal settings on all ranks, and settings without effect."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,54 +25,19 @@ _OF_A_RANK: Mapping[str, Any] = {
 """Keys that may differ between ranks, such as paths and rates."""
 
 
-def _other_ownership(config: CompressConfig) -> str | None:
-    return None if config.ownership == "contiguous" else config.ownership
-
-
-def _phases_of_weights(config: CompressConfig) -> object:
-    return next((phase.weights for phase in config.schedule.phases if phase.weights), None)
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """Key that has an effect with some engines only.
-
-    Attributes:
-        key: the key.
-        used: returns a value other than None if the key is in use.
-        why: reason why it would have no effect.
-        engines: the engines with which it works.
-    """
-
-    key: str
-    used: Callable[[CompressConfig], object]
-    why: str
-    engines: str = "DeepSpeed"
-
-
-_LIMITS = (
-    _Limit(
-        "guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"
-    ),
-    _Limit("auto", lambda config: config.auto, "DeepSpeed's engine is compared with, and other engines are not yet"),
-    _Limit("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
-    _Limit(
-        "activations",
-        lambda config: config.activations,
-        "ranks of other engines do not share layers",
-        engines="DeepSpeed and Megatron-core",
-    ),
-    _Limit("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
-    _Limit("checkpointing", lambda config: config.checkpointing, "it writes what DeepSpeed's engine saves"),
-    _Limit(
-        "rollout",
-        lambda config: config.rollout,
-        "it follows steps of DeepSpeed's engine (use rollout.Publisher)",
-    ),
-    _Limit("ownership", _other_ownership, "it is the order of parameters in DeepSpeed's optimizer"),
-    _Limit("parallelism", lambda config: config.parallelism, "the engine was made without it"),
-    _Limit("schedule/phases", _phases_of_weights, "settings of weights hold throughout"),
-)
+_LIMITS: Mapping[str, str] = {
+    "guard": "DeepSpeed: a step is left out where DeepSpeed computes the norm of its gradients",
+    "auto": "DeepSpeed: DeepSpeed's engine is compared with, and other engines are not yet",
+    "adaptive": "DeepSpeed: it is judged by losses, which DeepSpeed's engine knows",
+    "activations": "DeepSpeed and Megatron-core: ranks of other engines do not share layers",
+    "islands": "DeepSpeed: DeepSpeed divides the ranks into them",
+    "checkpointing": "DeepSpeed: it writes what DeepSpeed's engine saves",
+    "rollout": "DeepSpeed: it follows steps of DeepSpeed's engine (use rollout.Publisher)",
+    "ownership": "DeepSpeed: it is the order of parameters in DeepSpeed's optimizer",
+    "parallelism": "DeepSpeed: the engine was made without it",
+    "schedule/phases": "DeepSpeed: settings of weights hold throughout",
+}
+"""Keys that have an effect with some engines only: these engines, and why not with others."""
 
 
 def find_common_limits(
@@ -83,9 +47,13 @@ def find_common_limits(
 
     Keys that are `supported` are left to the engine's own checks.
     """
-    for limit in _LIMITS:
-        if limit.key not in supported and limit.used(config) is not None:
-            yield f"/{SECTION}/{limit.key} works only with {limit.engines}: {limit.why}; remove the key"
+    defaults = CompressConfig()
+    used = {key for key in vars(config) if getattr(config, key) != getattr(defaults, key)}
+    if any(phase.weights for phase in config.schedule.phases):
+        used.add("schedule/phases")
+    for key, why in _LIMITS.items():
+        if key in used and key not in supported:
+            yield f"/{SECTION}/{key} works only with {why}; remove the key"
     yield from find_second_momentum(optimizer.param_groups, config)
     if device.type not in FASTEST:
         yield f"it is on {device}, for which there are no kernels (allowed: {', '.join(FASTEST)})"
@@ -108,14 +76,15 @@ def refuse(engine: Any, problems: Iterable[str]) -> None:
 
 def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: CompressConfig) -> Iterator[str]:
     """Yield a problem, with the fix, if an optimizer with these groups would apply momentum a second time."""
-    if config.gradients.method not in OWN_MOMENTUM:
+    method = config.gradients.method
+    if method not in OWN_MOMENTUM:
         return
-    found = {_first_momentum(group) for group in param_groups} - {0.0}
-    if found:
+    # The factor of the first moment, of which some optimizers have none.
+    factors = {float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0)) for group in param_groups}
+    if found := factors - {0.0}:
         yield (
-            f"/deepspeed_compress/gradients/method {config.gradients.method} applies momentum to the "
-            f"gradients, and the optimizer would apply momentum {max(found)} on top; allowed: none. Write "
-            f"optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
+            f"/{SECTION}/gradients/method {method} applies momentum, and the optimizer {max(found)} on top; allowed: "
+            f"none. Write optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; momentum: 0.0 for SGD"
         )
 
 
@@ -131,11 +100,6 @@ def check_reduced_once(again: bool, config: CompressConfig, remedy: str) -> None
             f'/{SECTION}/gradients/method: "{method}" applies momentum to gradients, but these were reduced before in '
             f"this optimizer step; reduce once per step: {remedy}"
         )
-
-
-def _first_momentum(group: Mapping[str, Any]) -> float:
-    """Return the factor of the optimizer's first moment; 0.0 if it has none."""
-    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
 def check_torch(found: str) -> None:

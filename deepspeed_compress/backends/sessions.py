@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed_compress.backends.groups import make_groups
 from deepspeed_compress.backends.limits import check_alike, check_torch
-from deepspeed_compress.backends.steps import Scaler, StepFollower, TorchSteps
+from deepspeed_compress.backends.steps import StepFollower, TorchSteps
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
 from deepspeed_compress.compression import state
@@ -160,7 +161,7 @@ def make_session(engine: EngineDescription, patches: Patches) -> Session:
 
 
 def attach_session(
-    engine: EngineDescription, position: Position, optimizer: Optimizer, scaler: Scaler | None
+    engine: EngineDescription, position: Position, optimizer: Optimizer, scaler: GradScaler | None
 ) -> Attached:
     """Create the session of an engine, and follow the steps of `optimizer`, some of which `scaler` may skip.
 

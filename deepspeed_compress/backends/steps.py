@@ -4,9 +4,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from deepspeed_compress.errors import UnsupportedError
@@ -14,20 +15,8 @@ from deepspeed_compress.session.patches import Patches, leave_out_of_copies
 from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import Session
 
-UNKNOWN = None
-"""Number of samples of a step, which only an engine would count."""
 _INSIDE = ("optimizer", "optim")
 """Attributes in which wrappers keep it: Accelerate's `AcceleratedOptimizer`, torch's `PostLocalSGDOptimizer`."""
-
-
-class Scaler(Protocol):
-    """Interface of `torch.amp.GradScaler`."""
-
-    def get_scale(self) -> float: ...
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
-
-    def update(self, new_scale: Any = None) -> None: ...
 
 
 class StepFollower(ABC):
@@ -103,7 +92,7 @@ class TorchSteps(StepFollower):
     and then cleared before the optimizer stepped, as in a program that skips steps itself.
     """
 
-    def __init__(self, session: Session, optimizer: Optimizer, scaler: Scaler | None) -> None:
+    def __init__(self, session: Session, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         self._session = session
         self._optimizer = optimizer
         self._scaler = scaler
@@ -149,7 +138,8 @@ class TorchSteps(StepFollower):
     def _end(self, applied: bool, scale_after: float) -> None:
         before = self._session.clock.loss_scale
         self.count, self.reduced, self._asked, self._applied = self.count + 1, False, False, False
-        self._session.finish(FinishedStep(self.count, UNKNOWN, applied, before, scale_after))
+        # Only an engine would count the samples of a step.
+        self._session.finish(FinishedStep(self.count, None, applied, before, scale_after))
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
@@ -159,7 +149,8 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
         UnsupportedError: there is none.
     """
     found: Optimizer | None = optimizer
-    while found is not None and not _can_be_followed(found):
+    # Wrappers are subclasses of Optimizer that do not call its constructor, which makes this attribute.
+    while found is not None and not (isinstance(found, Optimizer) and "_optimizer_step_post_hooks" in vars(found)):
         inside = (getattr(found, name, None) for name in _INSIDE)
         found = next((one for one in inside if isinstance(one, Optimizer)), None)
     if found is None:
@@ -168,8 +159,3 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
             f"{type(optimizer).__name__}; pass the torch optimizer that updates the parameters"
         )
     return found
-
-
-def _can_be_followed(optimizer: Any) -> bool:
-    """Return True for a torch optimizer whose constructor was called, unlike that of wrappers, which are subclasses."""
-    return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)

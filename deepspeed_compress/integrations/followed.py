@@ -35,16 +35,6 @@ class _Kind:
     name: str
     backend: str
 
-    @property
-    def call(self) -> str:
-        return f"deepspeed_compress.{self.backend}.attach"
-
-    def attach(self, model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-        # Backends are imported late: they import much of torch, and a program may have to set its environment first.
-        backend = import_module(f"deepspeed_compress.backends.{self.backend}")
-        attached: Attached = backend.attach(model, config, optimizer, scaler)
-        return attached
-
 
 _DDP = _Kind("a DistributedDataParallel model", "ddp")
 _FSDP2 = _Kind("a fully_shard model", "fsdp2")
@@ -181,7 +171,10 @@ class Models:
         scaler = _single(scalers, kind, "gradient scalers exist", "one GradScaler") if scalers else None
         if kind is _FSDP2:
             self._check_single_root(model, optimizer)
-        return kind.attach(model, self._config, optimizer, scaler)
+        # Backends are imported late: they import much of torch, and a program may have to set its environment first.
+        backend = import_module(f"deepspeed_compress.backends.{kind.backend}")
+        attached: Attached = backend.attach(model, self._config, optimizer, scaler)
+        return attached
 
     def _enabled_scalers(self) -> list[GradScaler]:
         return [scaler for scaler in self.scalers if scaler.is_enabled()]
@@ -194,7 +187,7 @@ class Models:
         if len(roots) > 1:
             raise UnsupportedError(
                 f"one optimizer steps {len(roots)} separate fully_shard modules, and no sharded module contains them "
-                f"all (allowed: 1). Call fully_shard for the whole model last, or call {_FSDP2.call} with it"
+                "all (allowed: 1). Call fully_shard for the whole model last, or deepspeed_compress.fsdp2.attach"
             )
 
 
@@ -234,6 +227,6 @@ def _single(found: Sequence[Any], kind: _Kind, what: str, instead: str) -> Any:
     if len(found) != 1:
         raise UnsupportedError(
             f"{kind.name} cannot be compressed automatically: {len(found)} {what} (allowed: 1). Use {instead}, or call "
-            f"{kind.call} for each model"
+            f"deepspeed_compress.{kind.backend}.attach for each model"
         )
     return found[0]

@@ -31,10 +31,7 @@ def attach(trainer: Trainer) -> Trainer:
     """
     ds_config = configuration_of(trainer)
     if ds_config is None:
-        raise ConfigError(
-            "the trainer does not use DeepSpeed; write TrainingArguments(deepspeed=FILE_OR_DICT), with the section "
-            f'"{SECTION}" in the file or dict'
-        )
+        raise ConfigError(f"the trainer does not use DeepSpeed; write TrainingArguments(deepspeed=FILE) with {SECTION}")
     parse_section(ds_config)
     install()
     # `install` does it when a configuration is read, but that of `trainer` has been read already.

@@ -70,10 +70,10 @@ def _attaching(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return initialize_if_asked(original, args, options)
 
 
-def _check_early() -> Undo:
-    from deepspeed_compress.integrations.accelerate import check_early
+def _follow_accelerate() -> Undo:
+    from deepspeed_compress.integrations.frameworks import follow_accelerate
 
-    return check_early(_follow_trainers)
+    return follow_accelerate(_follow_trainers)
 
 
 def _follow_trainers() -> Undo:
@@ -85,14 +85,8 @@ def _follow_trainers() -> Undo:
     return follow_trainers()
 
 
-def _warn_of_inexact() -> Undo:
-    from deepspeed_compress.integrations.accelerate import warn_of_inexact_weights
-
-    return warn_of_inexact_weights()
-
-
 def _follow_lightning(module: str) -> Undo:
-    from deepspeed_compress.integrations.lightning import follow_strategy
+    from deepspeed_compress.integrations.frameworks import follow_strategy
 
     return follow_strategy(sys.modules[module].DeepSpeedStrategy)
 
@@ -101,8 +95,7 @@ _LIGHTNING = ("lightning.pytorch.strategies.deepspeed", "pytorch_lightning.strat
 """Modules with a `DeepSpeedStrategy`. The package `lightning` has a copy of `pytorch_lightning`."""
 _ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
     ("deepspeed", _follow_deepspeed),
-    ("accelerate.utils.deepspeed", _check_early),
-    ("accelerate.accelerator", _warn_of_inexact),
+    ("accelerate.accelerator", _follow_accelerate),
     *((module, partial(_follow_lightning, module)) for module in _LIGHTNING),
 )
 """Modules, each with the action that runs after the program has imported it."""
@@ -113,6 +106,7 @@ INHERIT = "DS_COMPRESS_INHERIT"
 _REPORTS = "DS_COMPRESS_REPORTS"
 """Environment variable: path of an unnamed file, to which processes append a byte when they compress something."""
 _NAME = "ds_compress_reports"
+_SESSIONS = "deepspeed_compress.session.session"
 _DIRECTORY = str(Path(__file__).with_name("inherited"))
 
 
@@ -128,7 +122,7 @@ def inheriting(section: str | None) -> Iterator[Callable[[], bool]]:
     try:
         os.environ[INHERIT], os.environ[_REPORTS] = section or "", f"/proc/{os.getpid()}/fd/{descriptor}"
         os.environ["PYTHONPATH"] = os.pathsep.join([_DIRECTORY, *paths])
-        _report_compression()
+        after_import(_SESSIONS, _follow_sessions)
         yield lambda: os.fstat(descriptor).st_size > 0
     finally:
         os.close(descriptor)
@@ -137,11 +131,7 @@ def inheriting(section: str | None) -> Iterator[Callable[[], bool]]:
 def install_inherited() -> None:
     """Install compression in a process that a program under `ds-compress run` has started."""
     install(os.environ[INHERIT] or None)
-    _report_compression()
-
-
-def _report_compression() -> None:
-    after_import("deepspeed_compress.session.session", _follow_sessions)
+    after_import(_SESSIONS, _follow_sessions)
 
 
 def _follow_sessions() -> Undo:

@@ -74,14 +74,6 @@ LAUNCHERS: Mapping[str, Launcher] = {
 }
 
 
-def _starts_here(parsed: Any) -> bool:
-    """Return False if DeepSpeed's launcher has a hostfile: its hosts may not have the same files as this one."""
-    return not Path(getattr(parsed, "hostfile", None) or "").is_file()
-
-
-_MODULE_SWITCHES = ("-m", "--module")
-
-
 def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER, own: Sequence[str] = ()) -> list[str]:
     """Return the command for `arguments` of `launcher`, a key of `LAUNCHERS`.
 
@@ -99,20 +91,20 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
     """
     chosen = LAUNCHERS[launcher]
     if chosen.module and find_spec(chosen.module.partition(".")[0]) is None:
-        raise ConfigError(
-            f"--launcher {launcher}: {launcher} is not installed; install it with pip, or choose another launcher"
-        )
+        raise ConfigError(f"--launcher {launcher}: {launcher} is not installed; install it, or choose another")
     parsed = chosen.parse(arguments)
     if getattr(parsed, "no_python", False):
         raise ConfigError("--no_python: only Python programs can be compressed; start one, without this option")
     script = getattr(parsed, chosen.script)
-    if not parsed.module and _starts_here(parsed) and not Path(script).is_file():
+    # The hosts of DeepSpeed's hostfile may not have the same files as this one.
+    has_hosts = Path(getattr(parsed, "hostfile", None) or "").is_file()
+    if not (parsed.module or has_hosts or Path(script).is_file()):
         path = which(script) or "the path of a Python script, or -m and a module"
         raise ConfigError(f"{script}: no such file; write {path}")
     begin = len(arguments) - len(getattr(parsed, chosen.rest)) - 1
     # argparse removes a "--" right after the script.
     begin -= arguments[begin] != script
-    options = [option for option in arguments[:begin] if option not in _MODULE_SWITCHES]
+    options = [option for option in arguments[:begin] if option not in ("-m", "--module")]
     start = ["-m", chosen.module, *options, "--module", runner] if chosen.module else ["-m", runner]
     return [sys.executable, *start, *own, *(["-m"] if parsed.module else []), *arguments[begin:]]
 

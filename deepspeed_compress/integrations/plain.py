@@ -72,7 +72,8 @@ def _follow_fsdp2(models: "Models") -> Undo:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     # The program may have imported `fully_shard` by name, so a method that `fully_shard` calls is replaced instead.
-    return replace_methods((FSDPState, "init", partial(_sharding, models.follow_sharded)))
+    follow = partial(_following, lambda state: models.follow_sharded(state._modules))
+    return replace_methods((FSDPState, "init", follow))
 
 
 def _follow_accelerate(models: "Models") -> Undo:
@@ -117,14 +118,6 @@ def _following(follow: Callable[[Any], object], original: Method, self: Any, *ar
     """Run a constructor, and pass the new object to `follow`."""
     original(self, *args, **options)
     follow(self)
-
-
-def _sharding(
-    follow: Callable[[Any], object], original: Method, self: Any, modules: Any, *args: Any, **options: Any
-) -> None:
-    """Run `FSDPState.init`, which `fully_shard` calls once, and pass its modules to `follow`."""
-    original(self, modules, *args, **options)
-    follow(modules)
 
 
 def _before(

@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     kind = given.pop(0) if given and given[0] in (_MODULE, PROGRAM) else ""
     if not given:
         raise SystemExit(USAGE)
-    if kind != PROGRAM and not _has_launcher(os.environ):
+    if kind != PROGRAM:
         _become_single_rank(os.environ)
     if find_uncompressed(given):
         # `ds-compress run` has reported the file before the start.
@@ -104,15 +104,14 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "S
 """Environment variables of MPI and Slurm that hold the number of processes of this job."""
 
 
-def _has_launcher(environment: Mapping[str, str]) -> bool:
-    """Return True if a launcher has set this process's rank, or has started several processes."""
-    return any(name in environment for name in _LAUNCHER_VARIABLES) or any(
-        environment.get(name, "1") != "1" for name in _SIZE_VARIABLES
-    )
-
-
 def _become_single_rank(environment: MutableMapping[str, str]) -> None:
-    """Declare this process the only rank. Otherwise DeepSpeed would ask MPI, and fail without mpi4py."""
+    """Declare this process the only rank, unless a launcher has set its rank, or has started several processes.
+
+    Otherwise DeepSpeed would ask MPI, and fail without mpi4py.
+    """
+    sizes = {environment.get(name, "1") for name in _SIZE_VARIABLES}
+    if sizes != {"1"} or any(name in environment for name in _LAUNCHER_VARIABLES):
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -176,33 +175,24 @@ def report_failures() -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, SeamError, UnsupportedError) as error:
-        if AGENT not in os.environ:
-            raise
-        _report_permanent(error)
-        raise SystemExit(EXIT_PERMANENT) from error
     except Exception as error:
         if AGENT not in os.environ:
             raise
+        if isinstance(error, ConfigError | SeamError | UnsupportedError):
+            if _rank() != "0":
+                time.sleep(_AFTER_FIRST)
+            print(f"ds-compress: error: rank {_rank()}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(EXIT_PERMANENT) from error
         text = "".join(traceback.format_exception(error))
         file = _written(text)
         if not _has_lost_a_peer(error) or not file:
             lines = "\n".join(text.splitlines()[-_LAST_LINES:])[-_LONGEST:]
             record_error(Path(os.environ[AGENT]), RankError(time.time(), int(_rank()), file, lines))
             raise
-        print(
-            f"ds-compress: rank {_rank()} has lost another rank; its traceback is in {file}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"rank {_rank()} has lost another rank; its traceback is in {file}"
+        print(f"ds-compress: {text}", file=sys.stderr, flush=True)
         time.sleep(_AFTER_FIRST)
         raise SystemExit(1) from error
-
-
-def _report_permanent(error: Exception) -> None:
-    if _rank() != "0":
-        time.sleep(_AFTER_FIRST)
-    print(f"ds-compress: error: rank {_rank()}: {error}", file=sys.stderr, flush=True)
 
 
 def _has_lost_a_peer(error: BaseException) -> bool:

@@ -36,16 +36,14 @@ def _check_engine(trainer: Trainer) -> None:
     model = trainer.model_wrapped
     if not isinstance(model, DeepSpeedEngine):
         raise UnsupportedError(
-            f"/{SECTION}: has no effect, because Trainer does not train a DeepSpeed engine: expected a "
-            f"DeepSpeedEngine, got {type(model).__name__}. On the CPU, write TrainingArguments(use_cpu=True) and do "
-            "not set ACCELERATE_USE_CPU or --cpu, which make Accelerate ignore DeepSpeed"
+            f"/{SECTION}: has no effect: Trainer does not train a DeepSpeed engine, but a {type(model).__name__}. On "
+            "the CPU, write TrainingArguments(use_cpu=True), not ACCELERATE_USE_CPU or --cpu"
         )
     # Not hasattr: the engine forwards unknown attributes to the model.
     if "compression" not in vars(model):
         raise UnsupportedError(
             f"/{SECTION}: has no effect, because the DeepSpeed engine of this Trainer was made before "
-            "deepspeed_compress.install(), or has no optimizer (allowed: an engine made for training, after "
-            "install()). Call install() before the engine is made"
+            "deepspeed_compress.install(), or has no optimizer. Call install() before the engine is made"
         )
 
 
@@ -160,9 +158,8 @@ def use_own_data_order(session: Session, loader: Any) -> None:
         sampler.initial_seed += SEEDS * session.islands.number
         return
     text = (
-        f"/{SECTION}/islands/elastic: all islands may read the data in the same order, because the sampler is a "
-        f"{type(sampler).__name__} (allowed: Accelerate's SeedableRandomSampler, which Trainer uses for data sets that "
-        "have a length); make its order depend on engine.compression.islands.number"
+        f"/{SECTION}/islands/elastic: all islands may read the data in the same order by a {type(sampler).__name__} "
+        "(allowed: SeedableRandomSampler); make its order depend on engine.compression.islands.number"
     )
     warnings.warn(text, CompressWarning, stacklevel=2)
 
@@ -188,8 +185,8 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
 
 def _total_ratio(measured: list[StepStatistics]) -> dict[str, float]:
     """Return the ratio of the bytes that plain DeepSpeed would send to all bytes sent; empty if it is unknown."""
-    known = [(step.total_ratio, sum(getattr(step, kind) or 0 for kind in KINDS)) for step in measured]
-    pairs = [(ratio, sent) for ratio, sent in known if ratio is not None]
+    known = [(one.total_ratio, one) for one in measured]
+    pairs = [(ratio, sum(getattr(one, kind) or 0 for kind in KINDS)) for ratio, one in known if ratio is not None]
     sent = sum(sent for _, sent in pairs)
     return {"total_ratio": sum(ratio * sent for ratio, sent in pairs) / sent} if sent else {}
 
@@ -197,16 +194,13 @@ def _total_ratio(measured: list[StepStatistics]) -> dict[str, float]:
 def newest_complete_checkpoint(output: Path) -> str | None:
     """Return Trainer's newest complete checkpoint in `output`; None if there is none. All ranks get rank 0's answer."""
     looks = not dist.is_initialized() or dist.get_rank() == 0
-    return of_first(_newest(output) if looks else None)
+    complete = (str(folder) for folder in _folders(output) if _is_complete(folder))
+    return of_first(next(complete, None) if looks else None)
 
 
 def count_incomplete(output: Path) -> int:
     """Return the number of Trainer's checkpoints in `output` that are newer than its newest complete one."""
-    return len([*takewhile(lambda folder: not _is_complete(folder), _folders(output))])
-
-
-def _newest(output: Path) -> str | None:
-    return next((str(folder) for folder in _folders(output) if _is_complete(folder)), None)
+    return len(list(takewhile(lambda folder: not _is_complete(folder), _folders(output))))
 
 
 def _folders(output: Path) -> list[Path]:

@@ -79,22 +79,16 @@ class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         publisher = None if wrapped is None else vars(wrapped.engine).get("rollout")
         if publisher is None:
             raise ConfigError('no weights are published; write "rollout": {"directory": ...} into deepspeed_compress')
-        self._check_adapters(publisher.adapters)
+        if publisher.adapters is None:
+            check_no_adapters(name for name, _ in self.model.named_parameters())
+        if publisher.adapters == "alone" and not self._adapter_directory:
+            raise ConfigError('adapters are published alone; write published_weights(..., adapters="/shared/adapters")')
         if not publisher.calls:
             publisher.publish()
         publisher.wait()
         if self.accelerator.is_main_process:
             load = self._load_adapter if publisher.adapters == "alone" else self._load_weights
             load(publisher.version)
-
-    def _check_adapters(self, published: str | None) -> None:
-        if published is None:
-            check_no_adapters(name for name, _ in self.model.named_parameters())
-        if published == "alone" and not self._adapter_directory:
-            raise ConfigError(
-                'adapters are published alone; write published_weights(..., adapters="/shared/adapters"), a directory '
-                "for them that the server sees"
-            )
 
     def _load_weights(self, version: int) -> None:
         engine = ServedEngine(self.vllm_client.base_url)

@@ -16,7 +16,7 @@ import deepspeed_compress
 from deepspeed_compress import ConfigError, UnsupportedError
 from deepspeed_compress.checkpointing.completeness import find_problems
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.integrations import lightning
+from deepspeed_compress.integrations import frameworks
 from tests.integrations.lightning_program import EPOCH, Job, Outcome, fit
 from tests.support.checkpoints import save, write
 from tests.support.forks import run_forks
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_could_not_be_written_does_not_displace_an_older_one(
     session = SimpleNamespace(saving=SimpleNamespace(wait=lambda: None), saved=[write(save(tmp_path, 4), ranks).place])
     found: list[str] = []
     strategy = SimpleNamespace(model=SimpleNamespace(compression=session))
-    lightning._completing(lambda strategy, path: found.append(path), strategy, "older.ckpt")
+    frameworks._completing(lambda strategy, path: found.append(path), strategy, "older.ckpt")
     assert found == removed
 
 

@@ -332,8 +332,16 @@ def test_unreadable_configurations_are_left_to_the_program(
         ({"RANK": "0"}, True),
     ],
 )
-def test_launchers_are_recognized_by_their_variables(environment: dict[str, str], launched: bool) -> None:
-    assert runner._has_launcher(environment) is launched
+def test_a_process_without_a_launcher_becomes_the_only_rank(environment: dict[str, str], launched: bool) -> None:
+    """Variables that are set stay."""
+    found = dict(environment)
+    runner._become_single_rank(found)
+    if launched:
+        assert found == environment
+    else:
+        assert int(found.pop("MASTER_PORT")) > 0
+        single = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        assert found == {**single, **environment}
 
 
 @pytest.mark.slow
@@ -455,10 +463,3 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     assert list(find_configurations([str(file)])) == [file]
     file.write_text(json.dumps({"deepspeed": str(file), "rows": "x" * 2**16}))
     assert list(find_configurations([str(file)])) == []
-
-
-def test_a_single_rank_keeps_variables_that_are_set() -> None:
-    environment = {"MASTER_ADDR": "here"}
-    runner._become_single_rank(environment)
-    assert int(environment.pop("MASTER_PORT")) > 0
-    assert environment == {"MASTER_ADDR": "here", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

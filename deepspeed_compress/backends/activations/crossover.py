@@ -120,7 +120,7 @@ def _shifts(group: ProcessGroup, x: Tensor, bits: int, run: Run) -> _Forms:
 def _compressed_shift(group: ProcessGroup, messages: ActivationMessages, x: Tensor, received: Tensor) -> None:
     payload, arrived = messages.encode(x), messages.payload(x)
     _shift(group, payload, arrived)
-    messages.decode(arrived, received)
+    messages.decode(received, arrived)
 
 
 def _shift(group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
@@ -165,11 +165,6 @@ class _Message:
     paths: Sequence[tuple[str, ...]]
     forms: Callable[[ProcessGroup, Tensor, int, Run], _Forms]
 
-    def bits(self, activations: Activations) -> list[int]:
-        """Return the bits of the ways that are compressed."""
-        found = [value_at(activations.model_dump(), path) for path in self.paths]
-        return [bits for bits in found if bits is not None]
-
 
 _MESSAGES: Mapping[Kind, _Message] = {
     "tensor": _Message("a sum of tensor parallelism", [("tensor", "bits"), ("tensor", "backward_bits")], _sums),
@@ -204,9 +199,7 @@ def measure(
     sizes = run.meter.sizes()
     seconds = [[seconds_of(plain, group, device) for _ in range(CALLS)][1:], *zip(*calls, strict=True)]
     slowest = torch.tensor([statistics.median(one) for one in seconds], dtype=torch.float64, device=device)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    group.allreduce([slowest], options).wait()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     times = dict(zip(("plain", "compressed", "coding"), slowest.tolist(), strict=True))
     saved = sizes[f"bytes_{kind}_saved"]
     # Messages between stages are counted where they are sent.
@@ -218,9 +211,10 @@ def measure_kinds(
     activations: Activations, groups: Mapping[Kind, ProcessGroup], dtype: torch.dtype, device: torch.device
 ) -> list[Crossover]:
     """Measure every kind that compresses messages, on the `groups` that this rank belongs to; see `measure`."""
-    found = []
+    settings, found = activations.model_dump(), []
     for kind, group in groups.items():
-        bits = _MESSAGES[kind].bits(activations)
+        ways = [value_at(settings, path) for path in _MESSAGES[kind].paths]
+        bits = [one for one in ways if one is not None]
         if bits and group.size() > 1:
             found.append(measure(group, kind, bits, NUMEL[device.type], dtype, device))
     return found

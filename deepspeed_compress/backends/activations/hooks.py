@@ -57,9 +57,6 @@ class CompiledCalls:
             remedy = f"do not compile {', '.join(parts) or 'the model'}"
             raise UnsupportedError(compiled_problem(self.key, self.what, remedy))
 
-    def after_step(self, applied: bool) -> None:
-        """Do nothing: Megatron calls this for everything that takes part in a step."""
-
 
 class LayerHooks:
     """Hooks around the forward pass of one layer, which take over its sum.

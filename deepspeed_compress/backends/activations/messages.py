@@ -41,11 +41,7 @@ class ActivationMessages:
         self.meter.count(self.saved, receivers * (tensor.nbytes - payload.nbytes))
         return payload
 
-    def decode(self, payload: Tensor, tensor: Tensor) -> None:
-        """Overwrite `tensor` with what `payload` carries."""
-        self.decode_sum([payload], tensor)
-
-    def decode_sum(self, payloads: Sequence[Tensor], tensor: Tensor) -> None:
+    def decode(self, tensor: Tensor, *payloads: Tensor) -> None:
         """Overwrite `tensor` with the sum of what `payloads` carry."""
         with self.meter.phase("decompress", tensor.device):
             values = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
@@ -60,16 +56,12 @@ class ActivationMessages:
 
 def activation_codec(bits: int) -> Codec:
     """Return the codec of activations. With 4 bits, a rotation spreads their outliers over a block."""
-    return Codec(_compressor(bits), Hadamard(BLOCK) if bits < 8 else Identity())
+    return Codec(gradient_codec(bits).compressor, Hadamard(BLOCK) if bits < 8 else Identity())
 
 
 def gradient_codec(bits: int) -> Codec:
     """Return the codec of gradients of activations, which a rotation would not help."""
-    return Codec(_compressor(bits))
-
-
-def _compressor(bits: int) -> Blockwise:
-    return Blockwise(bits, BLOCK, scale_dtype=torch.bfloat16)
+    return Codec(Blockwise(bits, BLOCK, scale_dtype=torch.bfloat16))
 
 
 Splits = Sequence[int] | None
@@ -125,7 +117,7 @@ class PendingAllToAll:
             self.pending.finish()
         for payload, share in zip(self.incoming, self.shares, strict=True):
             if payload.numel():
-                self.messages.decode(payload, share)
+                self.messages.decode(share, payload)
         return True
 
 

@@ -47,13 +47,10 @@ _Exchange = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """Sum by `reducer`, which counts what it sends."""
+    """Sum over `group` by `reducer`, which counts what it sends."""
 
+    group: ProcessGroup
     reducer: PayloadReducer
-
-    @property
-    def group(self) -> ProcessGroup:
-        return self.reducer.group
 
     def __call__(self, x: Tensor) -> Tensor:
         group, meter = self.group, self.reducer.run.meter
@@ -78,8 +75,10 @@ class PairSum:
             return _exact_sum(x, self.group, self.messages.meter)
         total = x.clone(memory_format=torch.contiguous_format)
         chunks = torch.split(total.view(-1), self.chunk_numel)
-        for chunk, pending in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
-            self._finish(chunk, *pending)
+        for chunk, (pending, both) in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
+            with self.messages.meter.phase("communicate", chunk.device):
+                pending.finish()
+            self.messages.decode(chunk, *both)
         return total
 
     def _start(self, chunk: Tensor, number: int) -> tuple[PendingExchange, list[Tensor]]:
@@ -89,11 +88,6 @@ class PairSum:
         meter.count("bytes_tensor", mine.nbytes)
         with meter.phase("communicate", mine.device):
             return Link(self.group).start([mine, mine], both, number), both
-
-    def _finish(self, chunk: Tensor, exchange: PendingExchange, both: list[Tensor]) -> None:
-        with self.messages.meter.phase("communicate", chunk.device):
-            exchange.finish()
-        self.messages.decode_sum(both, chunk)
 
 
 def _exact_sum(x: Tensor, group: ProcessGroup, meter: Meter) -> Tensor:
@@ -114,7 +108,8 @@ def compressed_sum(group: ProcessGroup, codec: Codec, run: Run) -> TensorSum:
     if group.size() == 2:
         return PairSum(group, ActivationMessages(codec, run.meter, "bytes_tensor_saved"), run.chunk_numel)
     messages = Messages((Channel(codec),), level=INSIDE_LEVEL)
-    return CompressedSum(PayloadReducer(Link(group), messages, run, run.chunk_numel * group.size(), "bytes_tensor"))
+    reducer = PayloadReducer(Link(group), messages, run, run.chunk_numel * group.size(), "bytes_tensor")
+    return CompressedSum(group, reducer)
 
 
 def sums_over(codec: Codec, run: Run) -> SumOver:

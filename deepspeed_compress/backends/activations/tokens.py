@@ -54,20 +54,38 @@ def is_smaller(x: Tensor, bits: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Encoder of the rows of a matrix, each padded to whole blocks."""
+class _Exchange:
+    """Exchange of rows, each encoded with padding to whole blocks, which counts `bytes_experts`."""
 
     codec: Codec
     bits: int
+    meter: Meter
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, route: Route) -> Tensor:
+        """Return the rows that this rank receives for `x` ([rows, width]), in its type."""
+        width, mine = x.shape[1], route.own(route.sent)
+        with self.meter.phase("compress", x.device):
+            outgoing = self._encode(x)
+        incoming = outgoing.new_zeros(sum(route.received), row_bytes(width, self.bits))
+        with self.meter.phase("communicate", x.device):
+            parts = torch.split(outgoing, list(route.sent)), torch.split(incoming, list(route.received))
+            exchange(route.group, *parts)
+        away = len(x) - (mine.stop - mine.start)
+        self.meter.count("bytes_experts", away * incoming.shape[1])
+        self.meter.count("bytes_experts_saved", away * (width * x.element_size() - incoming.shape[1]))
+        with self.meter.phase("decompress", x.device):
+            found = self._decode(incoming, width).to(x.dtype).contiguous()
+            found[route.own(route.received)] = x[mine]
+        return found
+
+    def _encode(self, rows: Tensor) -> Tensor:
         """Return `rows` ([n, width]) as uint8 [n, row_bytes]: for each row its scales, and then its codes."""
         padded = pad(rows.detach().to(torch.float32), (0, -rows.shape[1] % BLOCK)).contiguous()
         payload = self._payload(padded)
         self.codec.encode(padded.view(-1), (), payload, key=0)
         return torch.cat(self._scales_and_codes(payload, padded), 1)
 
-    def decode(self, encoded: Tensor, width: int) -> Tensor:
+    def _decode(self, encoded: Tensor, width: int) -> Tensor:
         """Return the rows (fp32 [n, width]) of `encoded`."""
         padded = torch.empty(len(encoded), width + -width % BLOCK, dtype=torch.float32, device=encoded.device)
         payload = self._payload(padded)
@@ -89,31 +107,6 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """Exchange of encoded rows, which counts `bytes_experts`."""
-
-    rows: _Rows
-    meter: Meter
-
-    def __call__(self, x: Tensor, route: Route) -> Tensor:
-        """Return the rows that this rank receives for `x` ([rows, width]), in its type."""
-        width, mine = x.shape[1], route.own(route.sent)
-        with self.meter.phase("compress", x.device):
-            outgoing = self.rows.encode(x)
-        incoming = outgoing.new_zeros(sum(route.received), row_bytes(width, self.rows.bits))
-        with self.meter.phase("communicate", x.device):
-            parts = torch.split(outgoing, list(route.sent)), torch.split(incoming, list(route.received))
-            exchange(route.group, *parts)
-        away = len(x) - (mine.stop - mine.start)
-        self.meter.count("bytes_experts", away * incoming.shape[1])
-        self.meter.count("bytes_experts_saved", away * (width * x.element_size() - incoming.shape[1]))
-        with self.meter.phase("decompress", x.device):
-            found = self.rows.decode(incoming, width).to(x.dtype).contiguous()
-            found[route.own(route.received)] = x[mine]
-        return found
-
-
-@dataclass(frozen=True)
 class Leg:
     """One way of the tokens, to the experts or back: `bits`, and the exchanges in the forward and backward pass."""
 
@@ -124,8 +117,7 @@ class Leg:
 
 def make_leg(bits: int, meter: Meter) -> Leg:
     """Return a way of the tokens that is compressed in both passes."""
-    tokens, gradients = (_Rows(codec(bits), bits) for codec in (activation_codec, gradient_codec))
-    return Leg(bits, _Exchange(tokens, meter), _Exchange(gradients, meter))
+    return Leg(bits, *(_Exchange(codec(bits), bits, meter) for codec in (activation_codec, gradient_codec)))
 
 
 def exchange_rows(

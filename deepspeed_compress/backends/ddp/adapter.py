@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from deepspeed_compress.backends.ddp.batches import Batch, Plan, Unused
 from deepspeed_compress.backends.groups import find_place_in
 from deepspeed_compress.backends.limits import check_reduced_once, find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, Target, attach_session, describe, read_section
-from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
+from deepspeed_compress.backends.steps import forget_if_cleared, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.collectives.payload import PendingMeans
 from deepspeed_compress.compression.compressors.base import DTYPES
@@ -31,11 +32,9 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.monitor import ring_all_reduce
 from deepspeed_compress.session.patches import leave_out_of_copies
 
-_HOOK_TWICE = "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
-
 
 def attach(
-    model: DistributedDataParallel, config: Config, optimizer: Optimizer, scaler: Scaler | None = None
+    model: DistributedDataParallel, config: Config, optimizer: Optimizer, scaler: GradScaler | None = None
 ) -> Attached:
     """Compress the gradients of `model`. Call it once, on all ranks of its process group, before the first backward.
 
@@ -59,10 +58,7 @@ def attach(
         >>> compression.save("checkpoint/step_100")
     """
     if not isinstance(model, DistributedDataParallel):
-        raise UnsupportedError(
-            f"expected a DistributedDataParallel, got {type(model).__name__}; wrap the model, or use "
-            "fsdp2.attach after fully_shard"
-        )
+        raise UnsupportedError(f"expected a DistributedDataParallel, got {type(model).__name__}; or use fsdp2.attach")
     section, document = read_section(config)
     optimizer = unwrap(optimizer)
     target = Target(_trained(model), model.process_group)
@@ -117,7 +113,7 @@ def _limits(
     if section.gradients.method == "none":
         return
     if model._comm_hooks:
-        yield _HOOK_TWICE
+        yield "it already has a communication hook, from its own mixed precision or from other code; remove that hook"
     if model._delay_all_reduce_params or vars(model).get("skip_all_reduce_unused_params"):
         yield "it leaves parameters out of its buckets (delay_all_reduce_named_params, skip_all_reduce_unused_params)"
     others = {str(parameter.dtype) for parameter in target.parameters.values()} - set(map(str, DTYPES.values()))
@@ -170,9 +166,7 @@ def _before_forward(
 ) -> None:
     if model._join_config.enable:
         # Ranks that have run out of data would take part in reductions, but not in steps.
-        raise UnsupportedError(
-            "join() cannot be combined with compressed gradients: give all ranks the same number of steps"
-        )
+        raise UnsupportedError("join() cannot be combined with compression: give all ranks the same number of steps")
     forget_if_cleared(attached.steps, parameters)
 
 
@@ -203,15 +197,16 @@ class _Buckets:
         A pass ends with its last parameter, and one that failed ends where a parameter comes again. The numbers of
         buckets do not tell: with a static graph, DDP gives all buckets of its first pass the number 0.
         """
-        parameters = bucket.parameters()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
         if not self._arrived or not self._arrived.isdisjoint(map(id, parameters)):
             self._begin()
         self._arrived.update(map(id, parameters))
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
             self._add(parameter, gradient)
-        self._means.append((bucket.buffer(), _future(bucket.buffer().device)))
-        mean = self._means[-1][1]
-        if len(self._arrived) == self._plan.parameters:
+        # A future with devices also waits for pending work of their streams.
+        mean = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        self._means.append((buffer, mean))
+        if len(self._arrived) == len(self._plan.places):
             self._finish()
         return mean
 
@@ -223,12 +218,12 @@ class _Buckets:
         self._clear()
 
     def _add(self, parameter: Parameter, gradient: Tensor) -> None:
-        place = self._plan.place(parameter)
-        if place.batch not in self._open:
-            partition = self._plan.batches[place.batch]
+        number, position = self._plan.places[id(parameter)]
+        if number not in self._open:
+            partition = self._plan.batches[number]
             flat = gradient.new_empty(partition.numel)
-            self._open[place.batch] = Batch(partition, flat, missing=partition.numel)
-        self._open[place.batch].add(place.position, gradient)
+            self._open[number] = Batch(partition, flat, missing=partition.numel)
+        self._open[number].add(position, gradient)
         # Send in the order of the plan, on which random numbers depend.
         while len(self._sent) in self._open and not self._open[len(self._sent)].missing:
             self._send(self._open.pop(len(self._sent)))
@@ -258,8 +253,3 @@ class _Buckets:
         """Forget the last backward pass."""
         for one in (self._arrived, self._open, self._sent, self._means):
             one.clear()
-
-
-def _future(device: torch.device) -> torch.futures.Future[Tensor]:
-    # A future with devices also waits for pending work of their streams.
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -20,14 +20,6 @@ from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.session.session import Session
 
 
-@dataclass(frozen=True)
-class Place:
-    """Position of a parameter: the number of its batch, and its first element there."""
-
-    batch: int
-    position: int
-
-
 @dataclass
 class Batch:
     """Gradients of a batch, cut by `partition`, in one flat tensor.
@@ -74,22 +66,15 @@ class Plan:
     def __init__(self, target: Target, size: int) -> None:
         self.ranks = target.group.size()
         self.batches: list[Partition] = []
-        self._places: dict[int, Place] = {}
+        self.places: dict[int, tuple[int, int]] = {}
+        """Place of each parameter, by its id: the number of its batch, and its first element there."""
         for batch in _divided(target, size):
             sizes = [(name, parameter.numel()) for name, parameter in batch]
             position = 0
             for _, parameter in batch:
-                self._places[id(parameter)] = Place(len(self.batches), position)
+                self.places[id(parameter)] = (len(self.batches), position)
                 position += parameter.numel()
             self.batches.append(even_partition(sizes, self.ranks))
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return len(self._places)
-
-    def place(self, parameter: Parameter) -> Place:
-        return self._places[id(parameter)]
 
 
 def _divided(target: Target, size: int) -> Iterator[Sequence[tuple[str, Parameter]]]:
@@ -141,16 +126,12 @@ class Unused:
     def _undo(self, batch: Batch, segment: Segment) -> None:
         # Not zero if an earlier backward pass of the step has reduced it, so it is equal on all ranks.
         mean, gradient = batch.flat.narrow(0, segment.offset, segment.numel), batch.arrived(segment)
-        if segment.owner == self._group.rank():
-            self._remember(mean.to(torch.float32) - gradient, segment)
-        mean.copy_(gradient)
-
-    def _remember(self, surplus: Tensor, segment: Segment) -> None:
         store = self._session.residuals.by_name.get("gradients")
-        if store is not None:
+        if store is not None and segment.owner == self._group.rank():
             # The mean is 1 / ranks times the sum, so the one owner must send all of it.
-            kept = store.read([segment], surplus.device)
+            surplus, kept = mean.to(torch.float32) - gradient, store.read([segment], mean.device)
             store.write([segment], kept.add_(surplus, alpha=self._group.size()))
+        mean.copy_(gradient)
 
 
 def _mark(used: Tensor, place: int, parameter: Tensor) -> None:

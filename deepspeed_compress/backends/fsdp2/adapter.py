@@ -10,6 +10,7 @@ from functools import cached_property, partial, reduce
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
 from deepspeed_compress.backends.groups import find_place_in, make_group, make_groups, make_hybrid_groups, number_alike
 from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.backends.sessions import Attached, Config, attach_session, describe, read_section
-from deepspeed_compress.backends.steps import Scaler, forget_if_cleared, forget_when_cleared, unwrap
+from deepspeed_compress.backends.steps import forget_if_cleared, forget_when_cleared, unwrap
 from deepspeed_compress.collectives.buckets import partition_each
 from deepspeed_compress.collectives.parameters import Parameters
 from deepspeed_compress.collectives.reduction import Groups
@@ -34,7 +35,7 @@ from deepspeed_compress.model_families import user_name
 from deepspeed_compress.session.session import Session
 
 
-def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scaler | None = None) -> Attached:
+def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: GradScaler | None = None) -> Attached:
     """Compress the communication of `model`. Call it once, on all ranks of its mesh, before the first forward.
 
     Args:
@@ -78,8 +79,9 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
     session = attached.session
     exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
     checks = exchange(divided.units, divided.ranks, attached)
-    weights, rounded = divided.rounding(session), divided.rounded(session.config.weights)
-    if weights is not None:
+    weights, rounded = None, divided.rounded(session.config.weights)
+    if isinstance(session.config.weights, CompressedWeights):
+        weights = WeightReduction(session.config.weights, divided.gathered, session.run)
         warn_without_frozen(weights, rounded)
     gathers = Gathers(model, divided.units, divided.ranks, session, weights, rounded)
     hook = partial(_check, [*checks, gathers.check])
@@ -88,7 +90,9 @@ def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None
         # Methods of `register_fsdp_forward_method` and parts of the model do not call its hooks.
         session.patches.precede(unit.theirs, "pre_forward", partial(_forget_cleared, attached, divided.units))
     forget_when_cleared(model, attached.steps, session.patches)
-    announce(session, divided.whole, divided.text, partial(_figures, divided, session))
+    copies = divided.ranks.size // divided.ranks.shard.size()
+    where = "FSDP2" if copies == 1 else f"FSDP2, {copies} copies of the model"
+    announce(session, divided.whole, where, partial(_figures, divided, session))
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,6 @@ class _Divided:
         device: torch.device = self.units[0].theirs.device
         return device
 
-    @property
-    def text(self) -> str:
-        copies = self.ranks.size // self.ranks.shard.size()
-        return "FSDP2" if copies == 1 else f"FSDP2, {copies} copies of the model"
-
     @cached_property
     def trained(self) -> Parameters:
         """Return the description of the trained parameters for reducers.
@@ -147,16 +146,6 @@ class _Divided:
         """Return the groups for messages. All ranks must call this."""
         shard, replicate = self.ranks.shard, self.ranks.replicate
         return make_groups(whole, config) if replicate is None else make_hybrid_groups(shard, replicate, whole)
-
-    def rounding(self, session: Session) -> WeightReduction | None:
-        """Return the reduction that rounds weights, or None if they are gathered exactly."""
-        weights = session.config.weights
-        return WeightReduction(weights, self.gathered, session.run) if isinstance(weights, CompressedWeights) else None
-
-    def gathered_bytes(self) -> dict[str, int]:
-        """Return the bytes of each parameter in an exact gather."""
-        dtypes = {name: gather_dtype(one) for unit in self.units for name, one in unit.parameters()}
-        return {name: self.gathered.numel(name) * dtype.itemsize for name, dtype in dtypes.items()}
 
     def rounded(self, weights: WeightsConfig) -> frozenset[str]:
         """Return the names of the parameters that are rounded when they are gathered."""
@@ -214,6 +203,8 @@ def _figures(divided: _Divided, session: Session) -> list[str]:
         ]
         texts += gradient_texts(session, trained, [partition_each(sizes, shards)], False, sum(alone))
     if isinstance(config.weights, CompressedWeights):
-        when, rounded, each = "each time they are gathered", divided.rounded(config.weights), divided.gathered_bytes()
-        texts.append(weight_text(config.weights, divided.gathered, [(list(each), shards)], each, when, rounded))
+        when, rounded, gathered = "each time they are gathered", divided.rounded(config.weights), divided.gathered
+        dtypes = {name: gather_dtype(one) for unit in divided.units for name, one in unit.parameters()}
+        exact = {name: gathered.numel(name) * dtype.itemsize for name, dtype in dtypes.items()}
+        texts.append(weight_text(config.weights, gathered, [(list(dtypes), shards)], exact, when, rounded))
     return texts

@@ -108,31 +108,30 @@ def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) 
 
     Returns functions that raise UnsupportedError if other code has replaced a custom reduce-scatter since.
     """
-    reductions = []
+    patches, checks = attached.session.patches, []
     for unit in units:
-        reductions.append(_Reduction(unit, ranks, attached))
-        patches = attached.session.patches
+        reduction = _Reduction(unit, ranks, attached)
         if ranks.replicate is not None:
-            patches.on_undo(reduce_by_shards_alone(unit))
+            reduce_by_shards_alone(unit, patches)
         patches.on_undo(partial(unit.module.set_custom_reduce_scatter, unit.theirs._reduce_scatter_comm))
-        unit.module.set_custom_reduce_scatter(reductions[-1])
-        patches.wrap(unit.theirs, "post_backward", reductions[-1].around_post_backward)
-    return [reduction.check for reduction in reductions]
+        unit.module.set_custom_reduce_scatter(reduction)
+        patches.precede(unit.theirs, "post_backward", reduction.before_post_backward)
+        checks.append(reduction.check)
+    return checks
 
 
 def count_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> list[Callable[[], None]]:
     """Count the bytes of method "none", with which FSDP2 is left unchanged. Returns an empty list."""
     for unit in units:
-        attached.session.patches.wrap(unit.theirs, "post_backward", partial(_count, unit, attached))
+        attached.session.patches.precede(unit.theirs, "post_backward", partial(_count, unit, attached))
     return []
 
 
-def _count(unit: Unit, attached: Attached, post_backward: Callable[..., None], *unused: Any) -> None:
+def _count(unit: Unit, attached: Attached) -> None:
     names = unit.with_gradients() if unit.theirs.reduce_grads else ()
     if names:
         size = uncompressed_bytes(unit, names, unit.ranks(), copies=unit.theirs.all_reduce_grads)
         attached.session.meter.count_engine_reduction(size)
-    post_backward(*unused)
 
 
 def uncompressed_bytes(unit: Unit, names: Sequence[str], ranks: Ranks, copies: bool = True) -> int:
@@ -164,10 +163,9 @@ class _Reduction(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def around_post_backward(self, post_backward: Callable[..., None], *unused: Any) -> None:
-        """Run `FSDPParamGroup.post_backward`, after recording which parameters have gradients."""
+    def before_post_backward(self) -> None:
+        """Record which parameters have gradients, before `FSDPParamGroup.post_backward`."""
         self._coming = self._unit.with_gradients()
-        post_backward(*unused)
 
     def __call__(
         self,
@@ -191,20 +189,16 @@ class _Reduction(ReduceScatter):
 
     def check(self) -> None:
         if self._unit.theirs._reduce_scatter_comm is not self:
-            raise UnsupportedError(
-                f"the reduce-scatter of {self._unit.names[0]} was replaced after fsdp2.attach, so its gradients are "
-                "not compressed; call set_custom_reduce_scatter and similar methods before attach, or not at all"
-            )
+            name = self._unit.names[0]
+            raise UnsupportedError(f"the reduce-scatter of {name} was replaced after fsdp2.attach; leave it alone")
 
     def _begin(self) -> None:
         step = self._session.clock.begun
         remedy = "run all backward passes except the last after set_requires_gradient_sync(False)"
         check_reduced_once(self._reduced_in == step, self._session.config, remedy)
         if self._ranks.replicate is not None and not self._unit.theirs.all_reduce_grads:
-            raise UnsupportedError(
-                "set_requires_all_reduce(False) cannot be combined with compressed gradients, which are reduced inside "
-                "hosts and between hosts together; write set_requires_gradient_sync(False)"
-            )
+            remedy = "write set_requires_gradient_sync(False)"
+            raise UnsupportedError(f"set_requires_all_reduce(False) cannot be combined with compression; {remedy}")
         self._steps.gradients_reduced()
         self._reduced_in = step
 
@@ -212,9 +206,7 @@ class _Reduction(ReduceScatter):
         """Return the layout of the gradients that are about to be reduced."""
         if not self._trained.issuperset(self._coming):
             late = ", ".join(sorted(set(self._coming) - self._trained))
-            raise UnsupportedError(
-                f"{late}: frozen when fsdp2.attach was called, but trained now; call attach after unfreezing"
-            )
+            raise UnsupportedError(f"{late}: frozen when fsdp2.attach was called, but trained now; attach again")
         whole = isinstance(self._session.gradients.reducer, ClippingReducer | PowerSGDReducer)
         layout = find_layout(_sizes(self._unit, self._coming), shards, whole)
         if layout.numel != numel:

@@ -20,10 +20,7 @@ def find_division_limits(units: Sequence[Unit], ranks: Ranks) -> Iterator[str]:
             yield f"{unit.names[0]}: it is sharded over other ranks than {units[0].names[0]}; use one mesh for all"
         for name, parameter in unit.parameters():
             if parameter.is_dtensor:
-                yield (
-                    f"{name}: it is also sharded by tensor parallelism, so other ranks hold other parts; use "
-                    "FSDP2 alone"
-                )
+                yield f"{name}: it is also sharded by tensor parallelism (allowed: FSDP2 alone); use no other sharding"
             dim = parameter.fsdp_placement.dim
             if dim != 0:
                 yield f"{name}: it is sharded along dimension {dim} (allowed: 0); remove shard_placement_fn"
@@ -33,10 +30,7 @@ def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressCo
     """Yield what is wrong with `config` for the gradients of `units`."""
     for unit in units:
         if type(unit.theirs._reduce_scatter_comm) is not DefaultReduceScatter:
-            yield (
-                f"{unit.names[0]}: it already has a custom reduce-scatter (set_custom_reduce_scatter or "
-                "similar); remove it"
-            )
+            yield f"{unit.names[0]}: it already has a custom reduce-scatter (set_custom_reduce_scatter); remove it"
         trained = unit.trained().values()
         if len({parameter.dtype for parameter in trained}) > 1 or any(one.grad_dtype != one.dtype for one in trained):
             yield (
@@ -45,10 +39,8 @@ def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressCo
             )
         found = unit.reduce_dtypes(unit.trained()) - set(_REDUCED)
         if found:
-            what = (
-                f"{unit.names[0]}: gradients are reduced in {', '.join(map(str, found))} (allowed: float32, bfloat16)"
-            )
-            yield f"{what}; write MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            what = f"{unit.names[0]}: gradients are reduced in {', '.join(map(str, found))}"
+            yield f"{what} (allowed: float32, bfloat16); write MixedPrecisionPolicy(reduce_dtype=torch.float32)"
     if ranks.replicate is not None:
         yield from _wrong_copies(ranks, config)
 
@@ -66,19 +58,15 @@ def _wrong_copies(ranks: Ranks, config: CompressConfig) -> Iterator[str]:
         what = f"{on_node}, but {shards} ranks share each copy of the model (allowed: {shards})"
         yield f"{gradients}/hierarchy/ranks_per_node: {what}. Write {shards}"
     if config.monitor.cosine_every:
-        what = (
-            f"{config.monitor.cosine_every} with copies of the model, of which no rank has the true mean (allowed: 0)"
-        )
-        yield f"/{SECTION}/monitor/cosine_every: {what}. Write 0"
+        what = f"{config.monitor.cosine_every} with copies of the model, of which no rank has the true mean"
+        yield f"/{SECTION}/monitor/cosine_every: {what} (allowed: 0). Write 0"
 
 
 def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights, rounded: frozenset[str]) -> Iterator[str]:
     """Yield what is wrong with `weights`, or with what `units` gather together with any of the parameters `rounded`."""
     place, found = f"/{SECTION}/weights", weights.model_dump(include={"method", "bits", "rounding"})
     if (found["method"], found.get("rounding")) != ("blockwise", "nearest") or found.get("bits", 0) < 4:
-        why = (
-            "because FSDP2 rounds the weights themselves, not differences (allowed: blockwise, 8 or 4 bits, to nearest)"
-        )
+        why = "which rounds the weights themselves, not differences (allowed: blockwise, 8 or 4 bits, to nearest)"
         yield f'{place}: {found} cannot be combined with FSDP2, {why}. Write {{"bits": 8}}'
     if weights.overlap:
         what = "true has no effect with FSDP2, which prefetches weights itself (allowed: false)"
@@ -87,10 +75,7 @@ def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights, rounde
         dtypes = sorted(map(str, unit.gather_dtypes()))
         if len(dtypes) > 1 or not unit.gather_dtypes() <= set(_GATHERED):
             what = f"{unit.names[0]} and the parameters gathered with it have the dtypes {', '.join(dtypes)}"
-            yield (
-                f"{place}: {what} (allowed: one of float32, bfloat16, float16). Remove the key, or shard them "
-                "separately"
-            )
+            yield f"{place}: {what} (allowed: one of float32, bfloat16, float16). Remove the key, or shard them apart"
         for name, one in unit.parameters():
             if hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
                 yield f"{place}: {name} defines its own gather (fsdp_pre_all_gather). Remove the key"

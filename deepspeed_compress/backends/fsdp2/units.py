@@ -4,7 +4,7 @@ FSDP2 (torch/distributed/fsdp/_fully_shard) communicates one group of parameters
 a module that `fully_shard` was called for, except for those of submodules that it was called for too.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from deepspeed_compress.errors import SeamError, UnsupportedError
+from deepspeed_compress.session.patches import Patches
 
 KNOWN = (Version("2.13"), Version("2.16.dev0"))
 """Supported versions of torch: from the first one, up to and excluding the second."""
@@ -181,21 +182,16 @@ def _check(group: Any) -> None:
         raise SeamError(f"FSDP2 of PyTorch {torch.__version__} has no {', '.join(missing)}")
 
 
-def reduce_by_shards_alone(unit: Unit) -> Callable[[], None]:
+def reduce_by_shards_alone(unit: Unit, patches: Patches) -> None:
     """Disable FSDP2's all-reduce between copies of the model, which the custom reduce-scatter performs instead.
 
     There is no public way to replace torch's all-reduce: `set_all_reduce_hook` runs after it. The placement of shards
-    and their gather do not change. Returns a function that undoes this.
+    and their gather do not change.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    theirs, before, after_forward = unit.theirs, unit.theirs.mesh_info, unit.theirs.post_forward_mesh_info
-    theirs.mesh_info = FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim)
+    theirs, before = unit.theirs, unit.theirs.mesh_info
+    patches.replace(theirs, "mesh_info", FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim))
     # If both are the same object, a forward pass reshards parameters to the same mesh.
     if theirs.post_forward_mesh_info is before:
-        theirs.post_forward_mesh_info = theirs.mesh_info
-
-    def undo() -> None:
-        theirs.mesh_info, theirs.post_forward_mesh_info = before, after_forward
-
-    return undo
+        patches.replace(theirs, "post_forward_mesh_info", theirs.mesh_info)

@@ -78,12 +78,9 @@ class Gathers:
         weights: WeightReduction | None,
         rounded: frozenset[str],
     ) -> None:
-        self._model = model
-        self.session = session
-        self.rounded = rounded
+        self._model, self.session, self.rounded, self.shard = model, session, rounded, ranks.shard
         self._group = None if weights is None else make_group(dist.get_process_group_ranks(ranks.shard))
         self._reducer = None if weights is None else cache(weights.rounding_reducer)
-        self._shard = ranks.shard
         self._warned = False
         self.has_rounded = False
         """True if rounded weights may be left on some unit."""
@@ -128,22 +125,14 @@ class Gathers:
         """
         replaced = [gather.unit.names[0] for gather in self._gathers if not is_gathered_by_us(gather.unit)]
         if replaced and self._reducer is not None:
-            raise UnsupportedError(
-                f"the all-gather of {replaced[0]} was replaced after fsdp2.attach, so its weights are not compressed; "
-                "call set_custom_all_gather and similar methods before attach, or not at all"
-            )
+            raise UnsupportedError(f"the all-gather of {replaced[0]} was replaced after fsdp2.attach; leave it alone")
 
     def rounds_over(self, group: ProcessGroup) -> bool:
         """Return True if a gather over `group` that begins now is rounded.
 
         A forward pass may leave weights sharded over fewer ranks; these are rounded already.
         """
-        return self.rounds and group.group_name == self._shard.group_name
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks that share the weights."""
-        return self._shard.size()
+        return self.rounds and group.group_name == self.shard.group_name
 
     def start(self, weights: Tensor, partition: Partition) -> PendingGather:
         """Start to gather `weights`, cut by `partition`, with rounding."""
@@ -206,7 +195,7 @@ class _Gather(AllGather):
     def _split(self) -> tuple[Sequence[Segment], Sequence[Segment], Partition]:
         """Return the exact and the rounded segments of the buffer, and the partition of the latter."""
         shares = tuple((name, one._sharded_param_data.numel()) for name, one in self.unit.parameters())
-        whole = partition_by_owners(shares, self._gathers.ranks)
+        whole = partition_by_owners(shares, self._gathers.shard.size())
         exact, _ = select(whole, lambda segment: segment.parameter not in self._names)
         return exact, *select(whole, lambda segment: segment.parameter in self._names)
 

@@ -6,9 +6,11 @@ over ranks and are not parts of one tensor. The files of a rank, as `save` write
 object, and `load` reads them. Both use a temporary directory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,19 @@ from torch.nn import Parameter
 from deepspeed_compress.backends import sessions
 from deepspeed_compress.backends.groups import find_place_among, make_group
 from deepspeed_compress.backends.limits import refuse
-from deepspeed_compress.backends.megatron.activations.attach import attach_activations, measure_activations
+from deepspeed_compress.backends.megatron.activations import attach_activations, measure_activations
 from deepspeed_compress.backends.megatron.buckets import Share, name_parameters
 from deepspeed_compress.backends.megatron.gradients import Gradients, count_gradients
 from deepspeed_compress.backends.megatron.limits import check_version, find_limits
-from deepspeed_compress.backends.megatron.steps import MegatronSteps, StepHook
-from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
+from deepspeed_compress.backends.megatron.weights import Weights, has_masters
 from deepspeed_compress.backends.sessions import Config, describe, make_session, read_section
+from deepspeed_compress.backends.steps import StepFollower
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.weight_reduction import WeightReduction
 from deepspeed_compress.config import CompressConfig, CompressedWeights
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.residual_state import FinishedStep
 from deepspeed_compress.session.session import ExactWeights, Session
 from deepspeed_compress.session.state_files import NOT_SAVED, Place, result_on_all
 
@@ -90,7 +93,7 @@ class Attached:
         if self.experts is not None:
             self.experts.save(Path(directory) / EXPERTS)
         elif self.any_experts:
-            result_on_all(_nothing, problem=NOT_SAVED)
+            result_on_all(lambda: None, problem=NOT_SAVED)
 
     def load(self, directory: str | Path) -> None:
         """Resume from the files that `save` wrote.
@@ -105,7 +108,7 @@ class Attached:
             self.experts.load(Path(directory) / EXPERTS)
         elif self.any_experts:
             try:
-                result_on_all(_nothing)
+                result_on_all(lambda: None)
             except StateError:
                 if self.session.config.on_missing_state == "error":
                     raise
@@ -135,7 +138,9 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
     """
     section, document = read_section(config)
     chunks = list(ddp_modules) if isinstance(ddp_modules, list | tuple) else [ddp_modules]
-    refuse(chunks[0] if chunks else None, _of_all(find_limits(chunks, optimizer, section)))
+    # Pipeline stages differ, and no rank may wait for one that has stopped.
+    problems = gather_objects(list(find_limits(chunks, optimizer, section)))
+    refuse(chunks[0] if chunks else None, dict.fromkeys(chain.from_iterable(problems)))
     check_version(chunks, section)
     names = {parameter: name for name, parameter in name_parameters(chunks).items()}
     patches = Patches()
@@ -156,45 +161,53 @@ def _attach(
     dense, experts = (make(Share(chunks, names, experts)) for experts in (False, True))
     assert dense is not None, "all ranks reduce parameters that are no experts'"
     present = [one for one in (dense, experts) if one is not None]
-    hooks: list[StepHook] = [hook for one in present for hook in one.weights]
+    weights = [one.weights for one in present if one.weights is not None]
+    before, after = [one.before_step for one in weights], [one.after_step for one in weights]
     if section.activations is not None:
-        hooks += attach_activations(chunks, section.activations, dense.session.run, patches)
-    steps = MegatronSteps([one.session for one in present], optimizer, chunks, hooks)
+        before += attach_activations(chunks, section.activations, dense.session.run, patches)
+    after += [one.count_plain_weights for one in present]
+    steps = _Steps([one.session for one in present], optimizer, chunks, before, after)
     for one in present:
         one.follow(steps)
     steps.begin(0)
     if section.activations is not None:
         measure_activations(chunks, section.activations, dense.session)
     return Attached(
-        dense.attached(steps),
-        None if experts is None else experts.attached(steps),
-        any_experts=any(gather_objects(experts is not None)),
-        weights=[weights for one in present for weights in one.compressed],
+        sessions.Attached(dense.session, steps, dense.place),
+        None if experts is None else sessions.Attached(experts.session, steps, experts.place),
+        any(gather_objects(experts is not None)),
+        weights,
     )
 
 
 @dataclass(frozen=True)
 class _AttachedShare:
-    """A share of the parameters with its session, the senders of its weights, and its place in checkpoints."""
+    """A share of the parameters with its session and its place in checkpoints.
+
+    `weights` sends those of its weights that are sent as differences, and Megatron gathers all others.
+    """
 
     share: Share
     session: Session
-    weights: Sequence[PlainWeights | Weights]
     place: Place
+    weights: Weights | None
 
-    def follow(self, steps: MegatronSteps) -> None:
+    def follow(self, steps: StepFollower) -> None:
         """Let Megatron's bucket groups reduce through the session from now on."""
         if self.session.config.gradients.method == "none":
             count_gradients(self.session, self.share.groups, self.share.group)
         else:
             Gradients(self.session, steps, self.share.groups, self.share.group)
 
-    @property
-    def compressed(self) -> list[Weights]:
-        return [weight for weight in self.weights if isinstance(weight, Weights)]
+    @cached_property
+    def _plain_bytes(self) -> int:
+        plain = [source for source in self.share.sources if self.weights is None or not has_masters(source)]
+        return self.share.weight_bytes(plain)
 
-    def attached(self, steps: MegatronSteps) -> sessions.Attached:
-        return sessions.Attached(self.session, steps, self.place)
+    def count_plain_weights(self, applied: bool) -> None:
+        """Count the bytes that a rank sends for the weights that Megatron gathers itself."""
+        if applied:
+            self.session.meter.count("bytes_weights", self._plain_bytes)
 
 
 def _attach_share(
@@ -210,31 +223,80 @@ def _attach_share(
     rank = dist.get_rank()
     described = describe(section, document, share.whole, parameters, share.device, writes=rank == 0)
     session = make_session(described, patches)
-    weights = list(_weights(share, session))
-    for weight in weights:
-        if isinstance(weight, Weights):
-            session.send_weights(ExactWeights(lambda: session.clock.step, weight.synchronise, session.meter))
-    return _AttachedShare(share, session, weights, Place(rank, position, share.device))
+    return _AttachedShare(share, session, Place(rank, position, share.device), _send_differences(share, session))
 
 
-def _weights(share: Share, session: Session) -> Iterator[PlainWeights | Weights]:
-    """Yield the senders of a share's weights. Those with fp32 master weights are sent as differences if configured."""
-    settings, run = session.config.weights, session.run
-    if not isinstance(settings, CompressedWeights):
-        yield PlainWeights(run.meter, share.weight_bytes(share.sources))
-        return
+def _send_differences(share: Share, session: Session) -> Weights | None:
+    """Send the weights of a share that have fp32 master weights as differences, if configured; else return None."""
+    if not isinstance(session.config.weights, CompressedWeights):
+        return None
     whole = make_group(dist.get_process_group_ranks(share.group))
-    gather = partial(WeightReduction(settings, session.parameters, run).difference_gather, whole)
+    reduction = WeightReduction(session.config.weights, session.parameters, session.run)
     with_masters = [source for source in share.sources if has_masters(source)]
-    yield Weights(session, with_masters, share.names, gather)
-    yield PlainWeights(run.meter, share.weight_bytes([one for one in share.sources if not has_masters(one)]))
+    weights = Weights(session, with_masters, share.names, partial(reduction.difference_gather, whole))
+    session.send_weights(ExactWeights(lambda: session.clock.step, weights.synchronise, session.meter))
+    return weights
 
 
-def _of_all(problems: Iterable[str]) -> list[str]:
-    """Return the problems of all ranks. Pipeline stages differ, and no rank may wait for one that has stopped."""
-    found = gather_objects(list(problems))
-    return list(dict.fromkeys(problem for each in found for problem in each))
+class _Steps(StepFollower):
+    """Reports to `sessions` how every step of `optimizer` ended.
 
+    The functions `before` are called before each of its steps, and `after`, with True if the step was applied.
+    If gradients were reduced and then cleared (`zero_grad_buffer` of one of the `chunks`) before the optimizer stepped,
+    as when Megatron repeats an iteration to check its result, the reductions are discarded.
+    """
 
-def _nothing() -> None:
-    """Stand in for saving and loading on a rank without experts."""
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        optimizer: Any,
+        chunks: Sequence[Any],
+        before: Sequence[Callable[[], None]],
+        after: Sequence[Callable[[bool], None]],
+    ) -> None:
+        self._sessions, self._optimizer = sessions, optimizer
+        self._before, self._after = before, after
+        patches = sessions[0].patches
+        patches.wrap(optimizer, "step", self._step)
+        for chunk in chunks:
+            patches.wrap(chunk, "zero_grad_buffer", self._zero_grad_buffer)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale of the optimizer's scaler, or 1.0 without one.
+
+        With a scaler, this waits for the GPU, as every such step of Megatron does.
+        """
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        is_scaled = any(getattr(part, "grad_scaler", None) is not None for part in parts)
+        return float(self._optimizer.get_loss_scale()) if is_scaled else 1.0
+
+    def begin(self, step: int) -> None:
+        self.count, self.reduced = step, False
+        for session in self._sessions:
+            session.begin(step, self.loss_scale)
+
+    def forget(self) -> None:
+        if self.reduced:
+            self._end(False, None, self._sessions[0].clock.loss_scale)
+
+    def _step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        for prepare in self._before:
+            prepare()
+        result = step(*args, **options)
+        applied, norm = bool(result[0]), result[1]
+        for note in self._after:
+            note(applied)
+        self._end(applied, norm if applied else math.inf, self.loss_scale)
+        return result
+
+    def _zero_grad_buffer(self, zero_grad_buffer: Callable[..., None], *args: Any, **options: Any) -> None:
+        zero_grad_buffer(*args, **options)
+        self.forget()
+
+    def _end(self, applied: bool, norm: Any, scale_after: float) -> None:
+        self.count, self.reduced = self.count + 1, False
+        for session in self._sessions:
+            before = session.clock.loss_scale
+            # The number of samples is unknown. Megatron returns 0 if it computes no norm.
+            session.finish(FinishedStep(self.count, None, applied, before, scale_after, float(norm) if norm else None))

@@ -65,24 +65,6 @@ def name_parameters(chunks: Sequence[Any]) -> dict[str, Parameter]:
     }
 
 
-def describe(groups: Sequence[Any], names: Mapping[Parameter, str], ranks: int) -> list[BucketGroup]:
-    """Return descriptions of Megatron's bucket `groups`, which are reduced over `ranks` ranks."""
-    return [BucketGroup(group, [_bucket(bucket, group, names, ranks) for bucket in group.buckets]) for group in groups]
-
-
-def _bucket(bucket: Any, group: Any, names: Mapping[Parameter, str], ranks: int) -> Bucket:
-    sizes = flat_sizes(bucket.grad_data, [(names[one], one.main_grad) for one in bucket.params_list])
-    partition = _without_end(even_partition(sizes, ranks))
-    divided = ranks if group.ddp_config.average_in_collective else 1
-    return Bucket(bucket.grad_data[: partition.numel], partition, bucket.gradient_scaling_factor / divided)
-
-
-def _without_end(partition: Partition) -> Partition:
-    """Return the partition without the padding at its end, which is not sent. Shares do not change."""
-    last = max(number for number, segment in enumerate(partition.segments) if segment.parameter != PADDING)
-    return Partition(partition.segments[: last + 1], partition.world_size)
-
-
 @dataclass(frozen=True)
 class Share:
     """Parameters of `chunks` that are reduced over one group: those of `experts`, or all others.
@@ -129,7 +111,17 @@ class Share:
 
     @cached_property
     def groups(self) -> list[BucketGroup]:
-        return describe(self.sources, self.names, self.group.size())
+        """Return the bucket groups with their buckets."""
+        return [BucketGroup(source, [self._bucket(one, source) for one in source.buckets]) for source in self.sources]
+
+    def _bucket(self, bucket: Any, source: Any) -> Bucket:
+        """Return the description of a bucket, without the padding at its end, which is not sent."""
+        ranks, named = self.group.size(), [(self.names[one], one.main_grad) for one in bucket.params_list]
+        segments = even_partition(flat_sizes(bucket.grad_data, named), ranks).segments
+        last = max(number for number, segment in enumerate(segments) if segment.parameter != PADDING)
+        partition = Partition(segments[: last + 1], ranks)
+        divided = ranks if source.ddp_config.average_in_collective else 1
+        return Bucket(bucket.grad_data[: partition.numel], partition, bucket.gradient_scaling_factor / divided)
 
     def described(self) -> Parameters:
         """Return the description of the parameters for reducers.
@@ -160,9 +152,8 @@ class Share:
     def _tensor_size(self) -> int:
         """Return the number of ranks that share a layer."""
         first = self.chunks[0]
-        if self.experts:
-            return int(first.config.expert_tensor_parallel_size or first.tp_group.size())
-        return int(first.tp_group.size())
+        of_experts = first.config.expert_tensor_parallel_size if self.experts else None
+        return int(of_experts or first.tp_group.size())
 
 
 def _called(parameter: Parameter, name: str) -> str:

@@ -7,11 +7,12 @@ The order in which buckets become complete is learned in the first batch of a pr
 place of their bucket, so bits do not depend on that order.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from types import SimpleNamespace
 
 from torch.distributed import ProcessGroup
 
@@ -25,37 +26,31 @@ from deepspeed_compress.monitor import ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.session.session import Session
 
 
-@dataclass(frozen=True)
-class Ring:
-    """Number of bytes that a rank of `group` would send for a bucket without compression."""
+def _bytes_alone(group: BucketGroup, whole: ProcessGroup, everywhere: bool) -> int:
+    """Return the bytes that a rank of `whole` would send for `group` without compression, including padding.
 
-    group: ProcessGroup
-
-    def size(self, bucket: Any, everywhere: bool) -> int:
-        """Return the bytes for Megatron's `bucket`, including padding, which Megatron sends.
-
-        gloo implements reduce-scatter by all-reduce.
-        """
-        ring = ring_all_reduce if everywhere or self.group.name() == "gloo" else ring_reduce_scatter
-        return ring(bucket.grad_data.nbytes, self.group.size())
+    gloo implements reduce-scatter by all-reduce.
+    """
+    ring = ring_all_reduce if everywhere or whole.name() == "gloo" else ring_reduce_scatter
+    return sum(ring(bucket.grad_data.nbytes, whole.size()) for bucket in group.source.buckets)
 
 
 def count_gradients(session: Session, groups: Sequence[BucketGroup], whole: ProcessGroup) -> None:
     """Count the bytes of method "none", with which Megatron is left unchanged."""
     for group in groups:
-        session.patches.wrap(group.source, "finish_grad_sync", partial(_finish_and_count, session, group, Ring(whole)))
+        session.patches.wrap(group.source, "finish_grad_sync", partial(_finish_and_count, session, group, whole))
 
 
 def _finish_and_count(
     session: Session,
     group: BucketGroup,
-    ring: Ring,
+    whole: ProcessGroup,
     original: Callable[..., None],
     force_all_reduce: bool | None = False,
 ) -> None:
     original(force_all_reduce=force_all_reduce)
-    for bucket in group.source.buckets:
-        session.meter.count_engine_reduction(ring.size(bucket, bool(force_all_reduce) or not group.distributed))
+    everywhere = bool(force_all_reduce) or not group.distributed
+    session.meter.count_engine_reduction(_bytes_alone(group, whole, everywhere))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,51 +76,22 @@ class _Sent:
             scatter(pending.finish(gather(flat, pending.own)), pending.own, flat)
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """Handle for Megatron to wait for the buckets of a group, which are among all that are `under_way`."""
-
-    sent: Sequence[_Sent]
-    under_way: list[_Sent]
-
-    def wait(self) -> None:
-        # Send all means back before waiting for the first of them.
-        for one in self.under_way:
-            one.send_back()
-        for one in self.sent:
-            one.finish()
-            self.under_way.remove(one)
-
-
-@dataclass
-class _Numbers:
-    """Message numbers of a step.
-
-    Attributes:
-        begun: the step, counted from the start of the process.
-        firsts: first number of each bucket, in the order of all buckets.
-        total: count of numbers for all buckets.
-        passes: how often each bucket was reduced in this step.
-    """
-
-    begun: int = -1
-    firsts: list[int] = field(default_factory=list)
-    total: int = 0
-    passes: dict[int, int] = field(default_factory=dict)
-
-
 class Gradients:
     """Reducer of the gradients of `groups` through `session`, over the ranks `whole`."""
 
     def __init__(
         self, session: Session, steps: StepFollower, groups: Sequence[BucketGroup], whole: ProcessGroup
     ) -> None:
-        self._session, self._steps = session, steps
-        self._ring = Ring(whole)
+        self._session, self._steps, self._whole = session, steps, whole
         self._buckets = [bucket for group in groups for bucket in group.buckets]
         self._place = {id(bucket): place for place, bucket in enumerate(self._buckets)}
-        self._numbers = _Numbers()
         self._under_way: list[_Sent] = []
+        self._begun = -1
+        """The step whose messages are numbered, counted from the start of the process."""
+        self._firsts: list[int] = []
+        """First number of each bucket, and the count of numbers for all buckets."""
+        self._passes: Counter[int] = Counter()
+        """How often each bucket, by its place among all, was reduced in this step."""
         for group in groups:
             session.patches.wrap(group.source, "start_grad_sync", partial(self._start, group))
 
@@ -139,19 +105,26 @@ class Gradients:
             source.check_grads(
                 check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=options.check_for_large_grads
             )
-        handle = self._send(group, bool(force_all_reduce) or not group.distributed)
+        sent = self._send(group, bool(force_all_reduce) or not group.distributed)
         if options.overlap_grad_reduce:
-            source.grad_reduce_handle = handle
+            source.grad_reduce_handle = SimpleNamespace(wait=partial(self._finish, sent))
         else:
-            handle.wait()
+            self._finish(sent)
 
-    def _send(self, group: BucketGroup, everywhere: bool) -> _Handle:
+    def _send(self, group: BucketGroup, everywhere: bool) -> list[_Sent]:
         self._begin()
-        for bucket in group.source.buckets:
-            self._session.meter.count("bytes_uncompressed", self._ring.size(bucket, everywhere))
+        self._session.meter.count("bytes_uncompressed", _bytes_alone(group, self._whole, everywhere))
         sent = [self._sent(bucket, everywhere) for bucket in group.buckets]
         self._under_way += sent
-        return _Handle(sent, self._under_way)
+        return sent
+
+    def _finish(self, sent: Sequence[_Sent]) -> None:
+        # Send all means back before waiting for the first of them.
+        for one in self._under_way:
+            one.send_back()
+        for one in sent:
+            one.finish()
+            self._under_way.remove(one)
 
     def _sent(self, bucket: Bucket, everywhere: bool) -> _Sent:
         number = self._number(self._place[id(bucket)])
@@ -164,19 +137,18 @@ class Gradients:
     def _begin(self) -> None:
         """Assign message numbers at the first reduction of a step: two per round of every bucket."""
         self._steps.gradients_reduced()
-        if self._numbers.begun == self._session.clock.begun:
+        if self._begun == self._session.clock.begun:
             return
         self._under_way.clear()  # what a pass that failed has left
         reducer = self._session.gradients.early_reducer
         rounds = [0 if reducer is None else 2 * len(reducer.layouts(bucket.partition)) for bucket in self._buckets]
-        *firsts, total = accumulate(rounds, initial=0)
-        self._numbers = _Numbers(self._session.clock.begun, firsts, total)
+        self._firsts = list(accumulate(rounds, initial=0))
+        self._begun, self._passes = self._session.clock.begun, Counter()
 
     def _number(self, place: int) -> int:
         """Return the number of the first message of a bucket."""
-        numbers = self._numbers
-        passes = numbers.passes.get(place, 0)
+        passes = self._passes[place]
         remedy = "run all micro-batches except the last in no_sync()"
         check_reduced_once(passes > 0, self._session.config, remedy)
-        numbers.passes[place] = passes + 1
-        return 1 + numbers.firsts[place] + passes * numbers.total
+        self._passes[place] += 1
+        return 1 + self._firsts[place] + passes * self._firsts[-1]

@@ -1,7 +1,8 @@
 """Checks of what cannot work with Megatron. Problems are reported by name before anything is attached."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import megatron.core
@@ -11,7 +12,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from packaging.version import Version
 
 from deepspeed_compress.backends.limits import find_common_limits
-from deepspeed_compress.backends.megatron.activations.attach import find_activation_limits, find_changed_seams
+from deepspeed_compress.backends.megatron.activations import find_activation_limits, find_changed_seams
 from deepspeed_compress.backends.megatron.weights import has_masters
 from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
 from deepspeed_compress.errors import SeamError
@@ -45,15 +46,11 @@ def check_version(chunks: Sequence[Any], config: CompressConfig) -> None:
         )
     for changed in find_changed_seams() if config.activations is not None else ():
         raise SeamError(f"{changed} takes other arguments in megatron-core {found}; supported: {SUPPORTED}")
-    for chunk in chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            for name, parameters in _SEAMS.items():
-                takes = tuple(inspect.signature(getattr(group, name)).parameters)
-                if takes != parameters and not hasattr(getattr(group, name), "__wrapped__"):
-                    raise SeamError(
-                        f"{type(group).__name__}.{name} takes {takes}, not {parameters}, in megatron-core {found}; "
-                        f"supported: {SUPPORTED}"
-                    )
+    for group, (name, parameters) in product(_bucket_groups(chunks), _SEAMS.items()):
+        takes = tuple(inspect.signature(getattr(group, name)).parameters)
+        if takes != parameters and not hasattr(getattr(group, name), "__wrapped__"):
+            changed = f"{type(group).__name__}.{name} takes {takes}, not {parameters}, in megatron-core {found}"
+            raise SeamError(f"{changed}; supported: {SUPPORTED}")
 
 
 def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -> Iterator[str]:
@@ -65,36 +62,29 @@ def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -
     device = next(chunks[0].parameters()).device
     yield from find_common_limits(config, optimizer, device, supported=("activations",))
     yield from find_activation_limits(chunks, config.activations)
-    yield from (message for applies, message in _LIMITS if any(applies(chunk) for chunk in chunks))
+    for chunk in chunks:
+        yield from (f"{key} {why}; write False" for key, why in _OPTIONS.items() if getattr(chunk.ddp_config, key))
+        if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+            yield "num_distributed_optimizer_instances reduces over two groups; write 1 (or use gradients.hierarchy)"
+        if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+            yield 'cuda_graph_impl captures work that is decided in every step; write "none"'
     yield from _limits_of_optimizer(chunks, optimizer)
     yield from _limits_of_weights(chunks, optimizer, config)
-    if any(_attached(chunk) for chunk in chunks):
+    if any(vars(group).keys() & {"start_grad_sync", "finish_grad_sync"} for group in _bucket_groups(chunks)):
         yield "it is already attached; call attach once"
 
 
-_LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda chunk: chunk.ddp_config.num_distributed_optimizer_instances > 1,
-        "num_distributed_optimizer_instances reduces over two groups, one after the other; write 1 (for fewer bytes "
-        "between nodes: gradients.hierarchy)",
-    ),
-    (
-        lambda chunk: chunk.ddp_config.use_megatron_fsdp or chunk.ddp_config.use_custom_fsdp,
-        "use_megatron_fsdp shards parameters, and reduces with other code; write False",
-    ),
-    (
-        lambda chunk: chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
-        "reuse_grad_buf_for_mxfp8_param_ag stores weights in the gradient buffer; write False",
-    ),
-    (
-        lambda chunk: chunk.ddp_config.nccl_ub,
-        "nccl_ub registers buffers that compressed messages do not use; write False",
-    ),
-    (
-        lambda chunk: getattr(chunk.config, "cuda_graph_impl", "none") != "none",
-        'cuda_graph_impl captures work that is decided in every step; write "none"',
-    ),
-)
+_OPTIONS: Mapping[str, str] = {
+    "use_megatron_fsdp": "shards parameters, and reduces with other code",
+    "use_custom_fsdp": "shards parameters, and reduces with other code",
+    "reuse_grad_buf_for_mxfp8_param_ag": "stores weights in the gradient buffer",
+    "nccl_ub": "registers buffers that compressed messages do not use",
+}
+"""Options of Megatron's data parallelism that do not work with compression, and why."""
+
+
+def _bucket_groups(chunks: Sequence[Any]) -> list[Any]:
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
 
 def _limits_of_optimizer(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
@@ -116,27 +106,15 @@ def _limits_of_weights(chunks: Sequence[Any], optimizer: Any, config: CompressCo
     where = f'/{SECTION}/weights/method: "{config.weights.method}"'
     remedy = 'Write "method": "none", or remove weights'
     if config.weights.overlap:
-        yield (
-            f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false), which decides it by "
-            "overlap_param_gather; write that there, and remove the key"
-        )
+        yield f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false); use overlap_param_gather"
     if config.weights.frozen:
-        yield (
-            f"/{SECTION}/weights/frozen: true has no effect with Megatron (allowed: false), which never sends frozen "
-            "weights; remove the key"
-        )
-    sources = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+        yield f"/{SECTION}/weights/frozen: true has no effect, since Megatron never sends them; remove the key"
     if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         yield f"{where} has no effect without use_distributed_optimizer: no weights are sent. {remedy}, or use it"
-    elif not any(has_masters(source) for source in sources):
+    elif not any(map(has_masters, _bucket_groups(chunks))):
         yield f"{where}: fp32 weights have no separate master weights (allowed: bf16 and fp16 weights). {remedy}"
     if any(chunk.ddp_config.fp8_param_gather for chunk in chunks):
         yield f"{where} with fp8_param_gather (allowed: without). {remedy}"
     for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(getattr(optimizer, "config", None), option, False):
             yield f"{where} with {option}, which hides the fp32 master weights (allowed: without). {remedy}"
-
-
-def _attached(chunk: Any) -> bool:
-    groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    return any(vars(group).keys() & {"start_grad_sync", "finish_grad_sync"} for group in groups)

@@ -8,6 +8,8 @@ restores the share to the values that all ranks hold, and sends differences to t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn import Parameter
 
 from deepspeed_compress.collectives.buckets import even_partition, flat_sizes
 from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
-from deepspeed_compress.monitor import Meter, ring_all_gather
+from deepspeed_compress.monitor import ring_all_gather
 from deepspeed_compress.session.session import Session
 
 GatherFactory = Callable[[Sequence[tuple[str, int]], torch.dtype], DifferenceGather]
@@ -26,20 +28,6 @@ GatherFactory = Callable[[Sequence[tuple[str, int]], torch.dtype], DifferenceGat
 def has_masters(source: Any) -> bool:
     """Return True if a bucket group's weights are rounded from fp32 master weights. Weights in fp32 need none."""
     return all(bucket.param_data.dtype in (torch.bfloat16, torch.float16) for bucket in source.buckets)
-
-
-@dataclass(frozen=True)
-class PlainWeights:
-    """Weights that Megatron gathers itself. Counts the `size` bytes that a rank sends for them."""
-
-    meter: Meter
-    size: int
-
-    def before_step(self) -> None: ...
-
-    def after_step(self, applied: bool) -> None:
-        if applied:
-            self.meter.count("bytes_weights", self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,23 +52,9 @@ class _Flat:
 
     def master(self) -> Tensor:
         """Return the master weights of this rank's part, flat fp32."""
-        return torch.cat(
-            [
-                torch.zeros(numel, device=self.held.device) if parameter is None else parameter.main_param.view(-1)
-                for parameter, numel in self.mine
-            ]
-        )
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """Handle for Megatron to wait for."""
-
-    pending: Sequence[PendingWeights]
-
-    def wait(self) -> None:
-        for one in self.pending:
-            one.finish()
+        device = self.held.device
+        parts = [torch.zeros(n, device=device) if one is None else one.main_param.view(-1) for one, n in self.mine]
+        return torch.cat(parts)
 
 
 class Weights:
@@ -122,7 +96,8 @@ class Weights:
             if applied:
                 self._due.add(key)
         if applied and self._exact:
-            self._meter.count("bytes_weights", self._plain_bytes())
+            for flat in chain.from_iterable(self._flats.values()):
+                self._meter.count("bytes_weights", ring_all_gather(flat.held.nbytes, flat.gather.group.size()))
 
     def forget(self) -> None:
         """Discard pending gathers, because weights and master weights have been loaded."""
@@ -138,40 +113,30 @@ class Weights:
         self.forget()
 
     def _start(self, source: Any, original: Callable[..., None], force_sync: bool = False) -> None:
-        if source.param_gather_handle is not None:
-            original(force_sync=force_sync)
-            return
-        key = id(source)
-        if key not in self._kept and key not in self._due:
-            # The gather is exact, or there are no new weights.
+        key, flats = id(source), self._flats[id(source)]
+        # It has begun, it is exact, or there are no new weights.
+        if source.param_gather_handle is not None or (key not in self._kept and key not in self._due):
             original(force_sync=force_sync)
             return
         if key in self._kept:
             self._put_back(key)
         self._due.discard(key)
-        self._send(source, source.ddp_config.overlap_param_gather and not force_sync)
+        if source.ddp_config.overlap_param_gather and not force_sync:
+            pending = [flat.gather.begin(flat.held, flat.master(), flat.tag) for flat in flats]
+            source.param_gather_handle = SimpleNamespace(wait=partial(_finish, pending))
+        else:
+            for flat in flats:
+                flat.gather.gather(flat.held, flat.master())
         source.param_gather_dispatched = True
-
-    def _send(self, source: Any, overlaps: bool) -> None:
-        flats = self._flats[id(source)]
-        if overlaps:
-            source.param_gather_handle = _Handle(
-                [flat.gather.begin(flat.held, flat.master(), flat.tag) for flat in flats]
-            )
-            return
-        for flat in flats:
-            flat.gather.gather(flat.held, flat.master())
 
     def _put_back(self, key: int) -> None:
         for flat, own in zip(self._flats[key], self._kept.pop(key), strict=True):
             flat.own.copy_(own)
 
-    def _plain_bytes(self) -> int:
-        return sum(
-            ring_all_gather(flat.held.nbytes, flat.gather.group.size())
-            for flats in self._flats.values()
-            for flat in flats
-        )
+
+def _finish(pending: Sequence[PendingWeights]) -> None:
+    for one in pending:
+        one.finish()
 
 
 def _flat(bucket: Any, names: Mapping[Parameter, str], make_gather: GatherFactory, tag: int) -> _Flat:

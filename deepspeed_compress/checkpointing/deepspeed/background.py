@@ -20,20 +20,21 @@ from deepspeed_compress.backends.deepspeed.groups import destroy_groups
 from deepspeed_compress.backends.deepspeed.sigterm import SigtermHandler, saves_on_sigterm
 from deepspeed_compress.checkpointing.completeness import Save, is_complete
 from deepspeed_compress.checkpointing.deepspeed.engine_files import EngineFiles, OpenCheckpoint, check_saving
-from deepspeed_compress.checkpointing.deepspeed.exclusive import ExclusiveDirectory, start_of_all
+from deepspeed_compress.checkpointing.deepspeed.exclusive import ExclusiveDirectory
 from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemory
 from deepspeed_compress.checkpointing.deepspeed.participants import LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.deepspeed.progress import Progress
 from deepspeed_compress.checkpointing.deepspeed.recovery import find_complete, find_newest_step
 from deepspeed_compress.checkpointing.deepspeed.writer_queue import Interval, WriterQueue, copies_for_device
-from deepspeed_compress.checkpointing.directory import CheckpointDirectory
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
 from deepspeed_compress.checkpointing.snapshot import NOTHING, Call, Memory, Snapshot
 from deepspeed_compress.checkpointing.writer import Task, tried
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.compression import state
 from deepspeed_compress.config.models import Checkpointing
 from deepspeed_compress.config.numbers import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 
 def attach_background(engine: Any, settings: Checkpointing, patches: Patches) -> "BackgroundSaving":
@@ -73,16 +74,19 @@ class BackgroundSaving(Participant):
         self.files = EngineFiles(self.cleanup)
         self._engine, self._settings = engine, settings
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._run, self._count, self._start = new_run(), 0, start_of_all()
+        self._run, self._count, self._start = new_run(), 0, of_first(this_start())
         self._directory = None if settings.directory is None else Path(settings.directory).absolute()
         """Absolute directory of automatic checkpoints, so that it does not depend on the working directory."""
         self._exclusive = ExclusiveDirectory(self._directory, self._start, self._run)
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
-        self._queues = [WriterQueue(Interval(settings.every), rate)]
+        self._disk = WriterQueue(Interval(settings.every), rate)
+        self._queues = [self._disk]
         self._memory: HostMemory | None = None
         try:
-            self._memory = self._make_host_memory(settings)
+            if settings.memory is not None:
+                self._memory = HostMemory(settings.memory, Path(str(settings.directory)), self._start, self._group)
+                self._queues.append(WriterQueue(Interval(settings.memory.every), private=True))
         except BaseException:
             self._release()
             raise
@@ -158,7 +162,10 @@ class BackgroundSaving(Participant):
             # A failure, such as a lack of memory, is a problem of one checkpoint only.
             _, problem = tried(snapshot.copy)
             problem = problem or (self._exclusive.problem if save.directory == self._directory else "")
-            self._send(queue, self._task(claimed, save, host), snapshot, memory, problem)
+            task = self._task(claimed, save, host)
+            queue.begin(task, memory)
+            self._copying = Thread(target=_copy_and_send, args=(queue, task, snapshot, memory, problem))
+            self._copying.start()
         except BaseException:
             queue.give_back(memory)
             raise
@@ -245,17 +252,6 @@ class BackgroundSaving(Participant):
         self.before_step()
         self._progress.wait()
 
-    @property
-    def _disk(self) -> WriterQueue:
-        return self._queues[0]
-
-    def _make_host_memory(self, settings: Checkpointing) -> HostMemory | None:
-        if settings.memory is None:
-            return None
-        memory = HostMemory(settings.memory, Path(str(settings.directory)), self._start, self._group)
-        self._queues.append(WriterQueue(Interval(settings.memory.every), private=True))
-        return memory
-
     def _claimed(self, save: Save, in_memory: bool) -> CheckpointDirectory:
         """Return the directory of a checkpoint, with a claim of this start.
 
@@ -290,21 +286,12 @@ class BackgroundSaving(Participant):
     def _save_automatically(self, queue: WriterQueue) -> None:
         queue.interval.begin()
         self._exclusive.check_only_engine()
-        self._automatic = True
-        try:
-            if queue is self._disk or self._memory is None:
-                self._saved = int(self._engine.global_steps)
-                self._engine.save_checkpoint(str(self._directory), client_state=self._client_state())
-            else:
-                directory = str(self._memory.directory)
-                self._engine.save_checkpoint(directory, client_state=self._client_state(), save_latest=False)
-        finally:
-            self._automatic = False
-
-    def _send(self, queue: WriterQueue, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
-        queue.begin(task, memory)
-        self._copying = Thread(target=_copy_and_send, args=(queue, task, snapshot, memory, problem))
-        self._copying.start()
+        on_disk = queue is self._disk
+        if on_disk:
+            self._saved = int(self._engine.global_steps)
+        directory, state = self._directory if on_disk else self.memory_directory, self._client_state()
+        with replaced(self, _automatic=True):
+            self._engine.save_checkpoint(str(directory), client_state=state, save_latest=on_disk)
 
     def _task(self, directory: CheckpointDirectory, save: Save, host: HostMemory | None) -> Task:
         patience, keep = seconds(self._settings.timeout), self._settings.keep if save.automatic else None

@@ -106,9 +106,7 @@ def load_last(engine: Any) -> None:
     session: Session = engine.compression
     saved, decided = list(session.saved), session.policy.saved()
     if not saved:
-        warnings.warn(
-            "there is no checkpoint to roll back to: this run has not saved one yet", CompressWarning, stacklevel=2
-        )
+        warnings.warn("there is no checkpoint to roll back to: none was saved yet", CompressWarning, stacklevel=2)
         return
     if session.saving is not None:
         session.saving.wait()
@@ -122,9 +120,17 @@ def load_last(engine: Any) -> None:
 
 
 def _loads(engine: Any, place: Path, is_last: bool) -> bool:
-    """Load the checkpoint in the tag directory `place`. Unless it `is_last`, return False if that is impossible."""
+    """Load the checkpoint in the tag directory `place`. Unless it `is_last`, return False if that is impossible.
+
+    Collective: if some rank does not find the directory, that is so on all ranks.
+    """
     try:
-        _check_exists(place)
+        without = [rank for rank, found in enumerate(gather_objects(place.is_dir())) if not found]
+        if without:
+            raise StateError(
+                f"/{SECTION}/guard/rollback/checkpoint: {place}, which this run has saved, does not exist on rank "
+                f"{without[0]} (allowed: a directory that all ranks find); keep the last checkpoints until newer exist"
+            )
         engine.load_checkpoint(str(place.parent), tag=place.name)
     except StateError as error:
         if is_last:
@@ -132,16 +138,6 @@ def _loads(engine: Any, place: Path, is_last: bool) -> bool:
         warnings.warn(f"{error}; training rolls back to the checkpoint before", CompressWarning, stacklevel=3)
         return False
     return True
-
-
-def _check_exists(place: Path) -> None:
-    """Raise StateError on all ranks if some rank does not find the tag directory `place`. Collective."""
-    without = [rank for rank, found in enumerate(gather_objects(place.is_dir())) if not found]
-    if without:
-        raise StateError(
-            f"/{SECTION}/guard/rollback/checkpoint: {place}, which this run has saved, does not exist on rank "
-            f"{without[0]} (allowed: a directory that all ranks find); keep the last checkpoints until newer ones exist"
-        )
 
 
 def _has_state(session: Session) -> bool:

@@ -117,9 +117,8 @@ def check_saving(engine: Any) -> None:
         )
     if engine.use_node_local_storage() or engine.zero_nvme_offload_optimizer():
         raise UnsupportedError(
-            "/deepspeed_compress/checkpointing cannot be combined with use_node_local_storage or an optimizer on NVMe, "
-            "because their files are not all in one directory (allowed: one directory for all ranks); remove "
-            "one of the two keys"
+            "/deepspeed_compress/checkpointing cannot be combined with use_node_local_storage or an optimizer on NVMe "
+            "(allowed: one directory with the files of all ranks); remove one of the two keys"
         )
 
 

@@ -10,8 +10,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from deepspeed_compress.checkpointing.directory import CheckpointDirectory, this_start
-from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.safe_files import hold, open_regular, write_text
 from deepspeed_compress.session.state_files import result_on_all
@@ -97,8 +96,7 @@ class ExclusiveDirectory:
             if named != self._engine:
                 raise StateError(
                     f"/deepspeed_compress/checkpointing/directory: {file.parent}: another engine of this program saves "
-                    "its checkpoints there, too, and they overwrite each other's (allowed: one directory per engine); "
-                    "write another directory into the configuration of one of them"
+                    "its checkpoints there, too (allowed: one directory per engine); write another for one of them"
                 )
 
 
@@ -107,8 +105,3 @@ def _on_all(work: Callable[[], None]) -> None:
         result_on_all(work)
     except StateError as error:
         raise ConfigError(str(error)) from None
-
-
-def start_of_all() -> str:
-    """Return the name of this start of the job, which is the same on all ranks. Collective."""
-    return gather_objects(this_start())[0]

@@ -23,7 +23,7 @@ from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_copies import Destination, Receiver
 from deepspeed_compress.checkpointing.memory_directory import MemoryCatalog, job_directory, job_name
 from deepspeed_compress.checkpointing.writer import Task
-from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.objects import gather_objects, of_first
 from deepspeed_compress.config.models import MemoryCheckpoints
 from deepspeed_compress.config.numbers import byte_rate
 from deepspeed_compress.errors import CompressWarning, StateError
@@ -55,11 +55,6 @@ class Hosts:
     @property
     def ours(self) -> tuple[int, ...]:
         return self.ranks[self.here]
-
-    @property
-    def next(self) -> int:
-        """Return the index of the host that keeps copies of this host's files."""
-        return (self.here + 1) % len(self.ranks)
 
 
 class HostMemory:
@@ -126,8 +121,7 @@ class HostMemory:
 
     def _from_first(self, work: Callable[[], T]) -> T:
         """Return the result of `work` on the first rank. Collective."""
-        found = gather_objects(self._on_all(lambda: [work()] if self._rank == 0 else []), self._group)
-        return found[0][0]
+        return of_first(self._on_all(lambda: [work()] if self._rank == 0 else []), self._group)[0]
 
     def _on_all(self, work: Callable[[], T]) -> T:
         """Return the result of `work` on this rank. Collective.
@@ -149,7 +143,9 @@ class HostMemory:
         key = self._from_first(lambda: secrets.token_bytes(32))
         self._receiver = self._on_all(lambda: Receiver(self.directory, key) if self.leads else None)
         own = (self._on_all(self._address), 0 if self._receiver is None else self._receiver.port)
-        address, port = gather_objects(own, self._group)[self.hosts.leaders[self.hosts.next]]
+        # The next host keeps copies of this host's files.
+        leader = self.hosts.leaders[(self.hosts.here + 1) % len(self.hosts.ranks)]
+        address, port = gather_objects(own, self._group)[leader]
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
         return Destination(address, port, key, rate)
 

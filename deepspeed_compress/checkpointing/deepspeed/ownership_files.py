@@ -8,6 +8,7 @@ in the file equal those of an engine in the given order with the same values. A 
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from deepspeed_compress.backends.deepspeed.ownership import DEALT, GivenOrder
+from deepspeed_compress.checkpointing.deepspeed.zero_parts import find_pieces, find_places
 from deepspeed_compress.collectives.reorder import Reordering
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.patches import Patches, replaced
 
 Move = Callable[[Tensor, torch.device], Tensor]
 
@@ -67,21 +69,13 @@ class _Files:
 
     def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call DeepSpeed's `_save_zero_checkpoint`, whose call of `state_dict` gets the order of files."""
-        patches = Patches()
-        patches.wrap(self._optimizer, "state_dict", self._written)
-        try:
+        with replaced(self._optimizer, state_dict=partial(self._written, self._optimizer.state_dict)):
             return original(*args, **options)
-        finally:
-            patches.undo()
 
     def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call DeepSpeed's `_load_zero_checkpoint`, whose call of `load_state_dict` converts from file order."""
-        patches = Patches()
-        patches.wrap(self._optimizer, "load_state_dict", self._read)
-        try:
+        with replaced(self._optimizer, load_state_dict=partial(self._read, self._optimizer.load_state_dict)):
             return original(*args, **options)
-        finally:
-            patches.undo()
 
     def _written(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's `state_dict` in the order of files. Collective."""
@@ -106,7 +100,7 @@ class _Files:
         DeepSpeed removes the padding of the master weights, so it is added for the move.
         """
         masters = [
-            move(_padded(master, padding), self._device)[: master.numel()]
+            move(torch.cat([master.detach(), master.new_zeros(padding)]), self._device)[: master.numel()]
             for move, master, padding in zip(
                 moves, state[constants.SINGLE_PARTITION_OF_FP32_GROUPS], state[constants.GROUP_PADDINGS], strict=True
             )
@@ -126,9 +120,8 @@ class _Files:
             return value
         if value.shape != (share,):
             raise StateError(
-                f'/deepspeed_compress/ownership: "balanced" cannot save or load the state {name!r} of the optimizer, '
-                f"of shape {tuple(value.shape)} (allowed: one number, or one for each of the {share} elements of a "
-                'rank); write "contiguous", or take an optimizer without such a state'
+                f'/deepspeed_compress/ownership: "balanced" cannot move the state {name!r} of the optimizer, of shape '
+                f'{tuple(value.shape)} (allowed: one number, or one for each of {share} elements); write "contiguous"'
             )
         return move(value, self._device)
 
@@ -137,11 +130,12 @@ class _Files:
 
         The format is that of DeepSpeed's `_create_param_mapping`.
         """
+        buffers = find_places([dict(sizes) for sizes in self._sizes])
+        parts = zip(buffers, self._optimizer.real_dp_process_group, self._shares, strict=True)
+        pieces = [find_pieces(buffer, group.rank() * share, share) for buffer, group, share in parts]
         return [
-            _slices(sizes, group.rank() * share, share)
-            for sizes, group, share in zip(
-                self._sizes, self._optimizer.real_dp_process_group, self._shares, strict=True
-            )
+            OrderedDict((one.name, fragment_address(numel=one.numel, start=one.start)) for one in some)
+            for some in pieces
         ]
 
 
@@ -149,23 +143,8 @@ def _sizes(engine: Any, group: Sequence[Any]) -> list[tuple[str, int]]:
     return [(engine.param_names[parameter], parameter.numel()) for parameter in group]
 
 
-def _padded(part: Tensor, padding: int) -> Tensor:
-    return torch.cat([part.detach(), part.new_zeros(padding)])
-
-
 def _fits(states: Sequence[Any], optimizer: Any) -> bool:
     """Return True if the states were saved by the current number of ranks. DeepSpeed refuses or ignores others."""
     return len(states) == optimizer.dp_process_group.size() and (
         list(states[optimizer.dp_process_group.rank()][constants.PARTITION_COUNT]) == list(optimizer.partition_count)
     )
-
-
-def _slices(sizes: Sequence[tuple[str, int]], first: int, share: int) -> Mapping[str, fragment_address]:
-    found: OrderedDict[str, fragment_address] = OrderedDict()
-    offset = 0
-    for name, numel in sizes:
-        begin, end = max(offset, first), min(offset + numel, first + share)
-        if begin < end:
-            found[name] = fragment_address(numel=end - begin, start=begin - first)
-        offset += numel
-    return found

@@ -134,10 +134,13 @@ def _save(
     if not given["save_dir"]:
         # DeepSpeed reports the problem before it writes anything.
         return original(**given)
-    tag, save_latest = _tag_of(engine, given.get("tag")), bool(given.get("save_latest", True))
+    # The tag may be any value, including 0; None stands for the current step.
+    tag = given.get("tag")
+    directory = f"global_step{engine.global_steps}" if tag is None else str(tag)
     # DeepSpeed alone replaces its own files of the same tag and leaves ours, so both contain the name of their save.
-    request = SaveRequest(given["save_dir"], tag, save_latest, of_first(uuid4().hex))
-    client_state = {**(given.get("client_state") or {}), _SAVE: request.name}
+    name = of_first(uuid4().hex)
+    request = SaveRequest(given["save_dir"], directory, bool(given.get("save_latest", True)), name)
+    client_state = {**(given.get("client_state") or {}), _SAVE: name}
     with ExitStack() as stack:
         for participant in participants:
             request = stack.enter_context(participant.saving(request))
@@ -147,7 +150,8 @@ def _save(
 
 def _load(participants: Sequence[Participant], original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     given = inspect.signature(original).bind(*args, **options).arguments
-    request, result = _load_request(given), (None, None)
+    result: tuple[str | None, Any] = (None, None)
+    request = _load_request(given)
     entered: list[tuple[Participant, LoadRequest]] = []
     with ExitStack() as stack:
         for participant in participants:
@@ -158,16 +162,12 @@ def _load(participants: Sequence[Participant], original: Callable[..., Any], *ar
             entered.append((participant, request))
         else:
             result = original(**{**given, "load_dir": request.directory, "tag": request.tag})
-    found = _loaded(*result)
+    file, client_state = result
+    save = (client_state or {}).pop(_SAVE, "")
+    found = None if file is None else Loaded(file, save)
     for participant, passed_on in reversed(entered):
         participant.loaded(passed_on, found)
     return result
-
-
-def _loaded(file: str | None, client_state: dict[str, Any] | None) -> Loaded | None:
-    """Return what DeepSpeed's `load_checkpoint` has found, and remove our key from its `client_state`."""
-    save = (client_state or {}).pop(_SAVE, "")
-    return None if file is None else Loaded(file, save)
 
 
 def _load_request(given: Mapping[str, Any]) -> LoadRequest:
@@ -180,11 +180,3 @@ def _load_request(given: Mapping[str, Any]) -> LoadRequest:
         load_lr_scheduler_states=bool(given.get("load_lr_scheduler_states", True)),
         load_module_only=bool(given.get("load_module_only", False)),
     )
-
-
-def _tag_of(engine: Any, tag: object) -> str:
-    """Return the name of the directory that `save_checkpoint` of `engine` writes for `tag`.
-
-    `tag` may be any value, including 0; None stands for the current step.
-    """
-    return f"global_step{engine.global_steps}" if tag is None else str(tag)

@@ -60,7 +60,7 @@ class Progress:
     def ask_if_needed(self) -> None:
         """Start an agreement unless nothing is pending or can become due. Collective; all ranks decide alike."""
         sending = self._memory is not None and self._memory.catalog.sending
-        waiting = any(queue.in_flight or queue.interval.by_time for queue in self._queues)
+        waiting = any(queue.in_flight or isinstance(queue.interval.every, str) for queue in self._queues)
         if sending or self._sigterm is not None or waiting:
             self._ask()
 

@@ -18,8 +18,9 @@ from deepspeed_compress.checkpointing.deepspeed.memory_placement import HostMemo
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.checkpointing.memory_copies import write_checked
 from deepspeed_compress.checkpointing.memory_directory import HostSave, Missing, find_host_saves, missing_files
-from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.objects import gather_objects, of_first
 from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.session.state_files import result_on_all
 
 _CHUNK = 2**24
 
@@ -81,27 +82,17 @@ def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, gro
     """Return the checkpoints to try, newest first. For the same step, the one in memory comes first."""
     if tag is not None:
         return [Candidate(directory, tag)]
-    on_disk, problem = gather_objects(_looked(directory) if dist.get_rank() == 0 else ([], ""), group)[0]
-    if problem:
-        raise StateError(problem)
-    in_memory = [] if memory is None else _in_memory(memory, group)
+    found = result_on_all(lambda: _on_disk(CheckpointDirectory(directory)) if dist.get_rank() == 0 else [], group)
+    on_disk, in_memory = of_first(found, group), [] if memory is None else _in_memory(memory, group)
     return sorted([*in_memory, *on_disk], key=lambda one: one.step, reverse=True)
 
 
-def _looked(directory: Path) -> tuple[list[Candidate], str]:
-    """Return the candidates in `directory`, or the reason why they cannot be found, which all ranks must learn."""
-    try:
-        return list(_on_disk(CheckpointDirectory(directory))), ""
-    except (StateError, OSError) as error:
-        return [], str(error)
-
-
-def _on_disk(directory: CheckpointDirectory) -> Iterator[Candidate]:
-    """Yield the candidates on disk. A damaged one that does not state its step keeps its place in the order."""
+def _on_disk(directory: CheckpointDirectory) -> list[Candidate]:
+    """Return the candidates on disk. A damaged one that does not state its step keeps its place in the order."""
     tags = directory.tags_to_try()
     steps = {checkpoint.tag: checkpoint.step for checkpoint in directory.checkpoints()} if tags else {}
     known = list(accumulate([steps.get(tag) or 0 for tag in reversed(tags)], max))
-    yield from (Candidate(directory.path, tag, step) for tag, step in zip(tags, reversed(known), strict=True))
+    return [Candidate(directory.path, tag, step) for tag, step in zip(tags, reversed(known), strict=True)]
 
 
 def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:

@@ -9,7 +9,7 @@ Universal checkpoints are refused here if they would load incorrectly, and newer
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,10 @@ from deepspeed_compress.checkpointing.deepspeed.zero_parts import (
     state_of_zero_12,
 )
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
-from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.objects import of_first
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.session.patches import Patches, replaced
+from deepspeed_compress.session.patches import replaced
 from deepspeed_compress.session.state_files import result_on_all
 
 
@@ -78,21 +78,20 @@ class Resharding(Participant):
             # Each shard of a node has a group of its own.
             models //= unit.get_data_parallel_world_size()
         if engine.load_universal_checkpoint():
-            check_universal(engine, directory, request.tag)
+            result_on_all(partial(_check_universal, engine, directory, request.tag))
             yield request
             return
         saved = result_on_all(partial(_read_saved, engine, directory, request.tag))
         if saved is not None and request.loads_states and models != saved.models:
             raise StateError(
                 f"{saved.directory / saved.tag}: saved with {saved.models} combinations of tensor and pipeline rank, "
-                f"this run has {models} (allowed: the same; the data-parallel size may change). Convert it, "
-                f'ds-compress checkpoint convert {directory} --tag {saved.tag}, and write "checkpoint": '
-                '{"load_universal": true}'
+                f"this run has {models} (allowed: the same). Convert it, ds-compress checkpoint convert {directory} "
+                f'--tag {saved.tag}, and write "checkpoint": {{"load_universal": true}}'
             )
-        if saved is None or saved.ranks == engine.seq_dp_world_size:
-            yield request
-            return
-        with _cut_anew(engine, saved, request.loads_states):
+        changes = {}
+        if saved is not None and saved.ranks != engine.seq_dp_world_size:
+            changes = _Cut(engine, saved).replacements(request.loads_states)
+        with replaced(engine, **changes):
             yield request
 
 
@@ -115,30 +114,6 @@ def _model_files(engine: Any, directory: str, tag: str) -> list[str]:
     return sorted(map(str, pattern.parent.glob(pattern.name)))
 
 
-@contextmanager
-def _cut_anew(engine: Any, saved: _Saved, states: bool) -> Iterator[None]:
-    cut, patches = _Cut(engine, saved), Patches()
-    if states and engine.zero_optimization():
-        _check(engine, saved)
-        patches.wrap(engine, "_load_zero_checkpoint", cut.load_zero)
-    if engine.zero_optimization_partition_weights():
-        patches.wrap(engine, "_get_all_ckpt_names", cut.model_files)
-        patches.wrap(engine, "load_module_state_dict", cut.load_module)
-    try:
-        yield
-    finally:
-        patches.undo()
-
-
-def _check(engine: Any, saved: _Saved) -> None:
-    kept = {"experts": engine.has_moe_layers, "optimizer states on NVMe": engine.zero_nvme_offload_optimizer()}
-    for what in (name for name, there in kept.items() if there):
-        raise StateError(
-            f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, but this run has "
-            f"{engine.seq_dp_world_size}: {what} cannot be resharded (allowed: the same number)"
-        )
-
-
 class _Cut:
     """Replacements for an engine's loading functions, which read the files of another number of ranks."""
 
@@ -147,7 +122,27 @@ class _Cut:
         self._saved = saved
         self._rank = dist.get_rank(engine.seq_data_parallel_group)
 
-    def load_zero(self, original: Callable[..., bool], *args: Any, **options: Any) -> bool:
+    def replacements(self, states: bool) -> dict[str, Callable[..., Any]]:
+        """Return the replacements by name, including that for ZeRO's states if these are loaded.
+
+        Raises:
+            StateError: they cannot be repartitioned.
+        """
+        engine, saved, found = self._engine, self._saved, dict[str, Callable[..., Any]]()
+        if states and engine.zero_optimization():
+            kept = {"experts": engine.has_moe_layers, "optimizer states on NVMe": engine.zero_nvme_offload_optimizer()}
+            for what in (name for name, there in kept.items() if there):
+                raise StateError(
+                    f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, but this run has "
+                    f"{engine.seq_dp_world_size}: {what} cannot be resharded (allowed: the same number)"
+                )
+            found["_load_zero_checkpoint"] = self._load_zero
+        if engine.zero_optimization_partition_weights():
+            found["_get_all_ckpt_names"] = partial(self._find_model_files, engine._get_all_ckpt_names)
+            found["load_module_state_dict"] = partial(self._load_module, engine.load_module_state_dict)
+        return found
+
+    def _load_zero(self, *args: Any, **options: Any) -> bool:
         """Load the ZeRO states in place of DeepSpeed's `_load_zero_checkpoint`. Collective.
 
         Raises:
@@ -180,11 +175,11 @@ class _Cut:
         saved = self._saved
         return Path(self._engine._get_ckpt_name(str(saved.directory), saved.tag, pp_placeholder=str(rank)))
 
-    def model_files(self, original: Callable[..., list[str]], checkpoints_path: str, tag: str) -> list[str]:
+    def _find_model_files(self, original: Callable[..., list[str]], checkpoints_path: str, tag: str) -> list[str]:
         """Return the result of DeepSpeed's `_get_all_ckpt_names`, or the first rank's files if this rank has none."""
         return original(checkpoints_path, tag) or _model_files(self._engine, checkpoints_path, tag)
 
-    def load_module(self, original: Callable[..., Any], *args: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
+    def _load_module(self, original: Callable[..., Any], *args: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
         """Call DeepSpeed's `load_module_state_dict` with this rank's partitions of frozen parameters.
 
         The checkpoint that DeepSpeed read has those of another rank.
@@ -207,26 +202,21 @@ class _Cut:
         return {key: fragments.cut([piece], room) for key, (piece, room) in wanted.items()}
 
 
-def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
-    """Check that a universal checkpoint has the weights of every rank in the form that `engine` has them. Collective.
+def _check_universal(engine: Any, directory: Path, tag: str | None) -> None:
+    """Check that a universal checkpoint has the weights of this rank in the form that `engine` has them.
 
     A missing checkpoint or tag is not checked, because DeepSpeed reports it.
 
     Raises:
-        StateError: some rank's weights are missing or different. Raised on all ranks.
+        StateError: weights are missing or different.
     """
-    result_on_all(partial(_check_whole, engine, directory, tag))
-
-
-def _check_whole(engine: Any, directory: Path, tag: str | None) -> None:
     found = tag or CheckpointDirectory(directory).latest_tag(LATEST_UNIVERSAL)
     if found is not None and (directory / found / "zero").is_dir():
         for problem in _problems(engine, directory / found / "zero"):
             raise StateError(f"{directory / found}: {problem}")
 
 
-@contextmanager
-def universal_if_newest(engine: Any, directory: Path, own: int | None) -> Iterator[None]:
+def universal_if_newest(engine: Any, directory: Path, own: int | None) -> AbstractContextManager[None]:
     """Make `engine.load_checkpoint` load a universal checkpoint only if no own checkpoint is newer. Collective.
 
     `checkpoint.load_universal` stays in the configuration of a run that is started again, and by then the run has saved
@@ -240,16 +230,11 @@ def universal_if_newest(engine: Any, directory: Path, own: int | None) -> Iterat
     Raises:
         StateError: on all ranks, if the universal checkpoint cannot be read.
     """
-    is_newest = engine._config.load_universal_checkpoint and _is_newest(directory, own)
-    with replaced(engine._config, load_universal_checkpoint=is_newest):
-        yield
-
-
-def _is_newest(directory: Path, own: int | None) -> bool:
-    """Return what the first rank finds, on all ranks."""
-    found = result_on_all(lambda: None if dist.get_rank() else _step(directory))
-    step = gather_objects(found)[0]
-    return step is not None and (own is None or own <= step)
+    is_newest = engine._config.load_universal_checkpoint
+    if is_newest:
+        step = of_first(result_on_all(lambda: None if dist.get_rank() else _step(directory)))
+        is_newest = step is not None and (own is None or own <= step)
+    return replaced(engine._config, load_universal_checkpoint=is_newest)
 
 
 def _step(directory: Path) -> int | None:
@@ -259,31 +244,19 @@ def _step(directory: Path) -> int | None:
         return None
     files = sorted((directory / tag).glob("mp_rank_*_model_states.pt"))
     if not files:
-        raise StateError(
-            f"{directory / tag}, which {directory / LATEST_UNIVERSAL} names, has no mp_rank_*_model_states.pt"
-        )
+        raise StateError(f"{directory / tag}, which {LATEST_UNIVERSAL} names, has no mp_rank_*_model_states.pt")
     return int(read_states(files[0])["global_steps"])
 
 
 def _problems(engine: Any, place: Path) -> Iterator[str]:
-    saved = _stage(place)
-    stage = int(engine.zero_optimization_stage())
+    states = torch.load(place / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    saved, stage = int(states.get(constants.ZERO_STAGE, 1)), int(engine.zero_optimization_stage())
     if stage == 0 or (saved == 3) != (stage == 3):
         allowed = "ZeRO 3" if saved == 3 else "ZeRO 1 and 2"
         yield f"a universal checkpoint of ZeRO {saved} cannot be loaded by ZeRO {stage} (allowed: {allowed})"
-    trained = [(name, one) for one, name in engine.param_names.items() if one.requires_grad and _numel(one)]
-    for name, parameter in trained:
-        yield from _differences(place / name / "fp32.pt", name, _shape(parameter))
-
-
-def _stage(place: Path) -> int:
-    return int(
-        torch.load(place / "optimizer_state.pt", map_location="cpu", weights_only=False).get(constants.ZERO_STAGE, 1)
-    )
-
-
-def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    for parameter, name in engine.param_names.items():
+        if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
+            yield from _differences(place / name / "fp32.pt", name, _shape(parameter))
 
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
@@ -318,7 +291,6 @@ def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Itera
     saved = tuple((found[constants.PARAM] if isinstance(found, dict) else found).shape)
     if wanted is not None and len(saved) > 1 and saved != wanted and saved == wanted[::-1]:
         yield (
-            f"the weight {name} has the shape {saved}, but this run has {wanted}: GPT-2's matrices are transposed "
-            "if tensor is above 1, and DeepSpeed loads them as they are. Convert again with the tensor size of this "
-            "run: ds-compress checkpoint convert DIR --tensor N"
+            f"the weight {name} has the shape {saved}, but this run has {wanted}: GPT-2's matrices are transposed if "
+            "tensor is above 1. Convert again, for this run: ds-compress checkpoint convert DIR --tensor N"
         )

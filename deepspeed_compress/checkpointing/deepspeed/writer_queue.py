@@ -35,10 +35,6 @@ class Interval:
     due: bool = False
     last: float = field(default_factory=time.monotonic)
 
-    @property
-    def by_time(self) -> bool:
-        return isinstance(self.every, str)
-
     def has_passed(self) -> bool:
         """Return True if the interval is a duration and has passed."""
         return isinstance(self.every, str) and time.monotonic() - self.last >= seconds(self.every)
@@ -78,7 +74,8 @@ class WriterQueue:
         self._free = [make_memory() for _ in range(_BUFFERS)]
         self._used: list[tuple[Task, Memory]] = []
         self._sent: list[Task] = []
-        self._failed: list[Outcome] = []
+        self.failed: list[Outcome] = []
+        """Failures that have not been taken yet."""
 
     @property
     def in_flight(self) -> bool:
@@ -95,10 +92,6 @@ class WriterQueue:
         """Return the number of the last checkpoint whose copy has arrived at the next host, or has failed to."""
         return self._sent[0].save.number - 1 if self._sent else self.begun
 
-    @property
-    def failed(self) -> bool:
-        return bool(self._failed)
-
     def ranks_agreed(self, due: bool, ended: int) -> None:
         """Note an agreement of all ranks.
 
@@ -111,7 +104,7 @@ class WriterQueue:
 
     def take_failures(self) -> list[Outcome]:
         """Return the failures since the last call."""
-        failed, self._failed = self._failed, []
+        failed, self.failed = self.failed, []
         return failed
 
     def take_memory(self) -> Memory:
@@ -146,17 +139,13 @@ class WriterQueue:
         assert self._writer is not None, "the engine is destroyed"
         try:
             for outcome in self._writer.outcomes(wait):
-                self._note(outcome)
+                if outcome.of_copy:
+                    self._sent.pop(0)
+                else:
+                    self._free.append(self._used.pop(0)[1])
+                self.failed += [outcome] if outcome.problem else []
         except (EOFError, OSError):
             self._replace_writer()
-
-    def _note(self, outcome: Outcome) -> None:
-        if outcome.of_copy:
-            self._sent.pop(0)
-        else:
-            self._free.append(self._used.pop(0)[1])
-        if outcome.problem:
-            self._failed.append(outcome)
 
     def finish(self) -> None:
         """Wait until this rank has written everything, and sent all copies."""
@@ -182,7 +171,7 @@ class WriterQueue:
         self._writer = Writer(self._private)
         died = "the writer process of this rank has died"
         lost = [task for task in self._sent if task.save.number <= self.ended]
-        self._failed += [Outcome(task.save, died, of_copy=True) for task in lost]
+        self.failed += [Outcome(task.save, died, of_copy=True) for task in lost]
         self._sent = self._sent[len(lost) :]
         for task, memory in self._used:
             self.send(replace(task, problem=died), memory)

@@ -5,6 +5,7 @@ The result is what the optimizer's `state_dict` would return.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -133,12 +134,12 @@ def state_of_zero_12(
     # Before 0.19.7, DeepSpeed did not align parameters.
     paddings = None if bf16 else getattr(optimizer, "round_robin_bit16_padding", None)
     # Not from DeepSpeed's `param_slice_mappings`, which have another order with round_robin_gradients.
-    buffers = _buffers([{names[one]: one.numel() for one in group} for group in groups], paddings)
+    buffers = find_places([{names[one]: one.numel() for one in group} for group in groups], paddings)
     wanted = [
-        (_within(buffer, rank * master.numel(), master.numel()), master.numel())
+        (find_pieces(buffer, rank * master.numel(), master.numel()), master.numel())
         for buffer, master in zip(buffers, masters, strict=True)
     ]
-    saved = _buffers(_sizes(shapes), found[0].get(_PADDINGS))
+    saved = find_places(_sizes(shapes), found[0].get(_PADDINGS))
     parts = _cut(list(_parts_12(found, saved)), wanted)
     state = {
         **found[0],
@@ -196,8 +197,8 @@ def _sizes(shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
     return [{name: shape.numel() for name, shape in group.items()} for group in shapes]
 
 
-def _buffers(
-    groups: Sequence[Mapping[str, int]], paddings: Sequence[Sequence[int]] | None
+def find_places(
+    groups: Sequence[Mapping[str, int]], paddings: Sequence[Sequence[int]] | None = None
 ) -> list[list[tuple[str, int, int]]]:
     """Return (name, offset in its flat buffer, numel) of every parameter, by group. Paddings follow the parameters."""
     found = []
@@ -208,7 +209,7 @@ def _buffers(
     return found
 
 
-def _within(buffer: Sequence[tuple[str, int, int]], first: int, size: int) -> list[Piece]:
+def find_pieces(buffer: Sequence[tuple[str, int, int]], first: int, size: int) -> list[Piece]:
     """Return the pieces of parameters in the partition of `size` elements from `first` on."""
     cut = [(name, place, max(place, first), min(place + numel, first + size)) for name, place, numel in buffer]
     return [Piece(name, low - place, low - first, high - low) for name, place, low, high in cut if low < high]
@@ -231,7 +232,7 @@ def _parts_12(found: Sequence[Mapping[str, Any]], buffers: Sequence[Sequence[tup
             master, number = state[SINGLE_PARTITION_OF_FP32_GROUPS][index], base["param_groups"][index]["params"][0]
             size = found[0][SINGLE_PARTITION_OF_FP32_GROUPS][index].numel() + found[0][GROUP_PADDINGS][index]
             states = base["state"].get(number, {})
-            yield _part(_within(buffer, rank * size, size), master, states, (size, master.numel()))
+            yield _part(find_pieces(buffer, rank * size, size), master, states, (size, master.numel()))
 
 
 def _parts_3(found: Sequence[Mapping[str, Any]], sizes: Sequence[Mapping[str, int]]) -> Iterator[_Part]:
@@ -261,21 +262,18 @@ def _part(pieces: Sequence[Piece], master: Tensor, states: Mapping[str, Any], si
 
 def _cut(parts: Sequence[_Part], wanted: Sequence[tuple[Sequence[Piece], int]]) -> list[_Part]:
     """Return the partitions `wanted`, each given as pieces and a size, assembled from `parts`."""
-    kinds = dict.fromkeys(name for part in parts for name in part.values)
-    fragments = {name: Fragments() for name in kinds}
+    fragments: defaultdict[str, Fragments] = defaultdict(Fragments)
     owners = {piece.name: part for part in reversed(parts) for piece in part.pieces}
     for part in parts:
         for name, values in part.values.items():
             fragments[name].add(part.pieces, values)
-    return [_wanted(fragments, owners, pieces, size) for pieces, size in wanted]
-
-
-def _wanted(
-    fragments: Mapping[str, Fragments], owners: Mapping[str, _Part], pieces: Sequence[Piece], size: int
-) -> _Part:
-    # Optimizers count steps in a separate tensor for each partition.
-    like = next((owners[piece.name] for piece in pieces if piece.name in owners), next(iter(owners.values())))
-    return _Part(pieces, {name: fragments[name].cut(pieces, size) for name in like.values}, copy.deepcopy(like.shared))
+    found = []
+    for pieces, size in wanted:
+        like = next((owners[piece.name] for piece in pieces if piece.name in owners), next(iter(owners.values())))
+        values_of = {name: fragments[name].cut(pieces, size) for name in like.values}
+        # Optimizers count steps in a separate tensor for each partition.
+        found.append(_Part(pieces, values_of, copy.deepcopy(like.shared)))
+    return found
 
 
 def _optimizer_state(parts: Sequence[_Part], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

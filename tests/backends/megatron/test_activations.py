@@ -196,7 +196,7 @@ def leave(rank: int) -> dict[str, bool]:
     start(expert_model_parallel_size=2)
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from deepspeed_compress.backends.megatron.activations.attach import find_changed_seams
+    from deepspeed_compress.backends.megatron.activations import find_changed_seams
 
     activations = {"experts": LEGS["8"]}
     alone, run = Run(None, **EXPERTS), Run(activations, **EXPERTS)

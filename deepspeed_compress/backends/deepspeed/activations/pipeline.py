@@ -108,7 +108,7 @@ class _Transfers:
             return
         payload = self.messages.payload(tensor)
         original(payload, stage)
-        self.messages.decode(payload, tensor)
+        self.messages.decode(tensor, payload)
 
     def _gather(self, part: PartitionedTensor) -> Tensor:
         """Return the tensor of which every rank of the stage holds a part, with the same bits on all of them."""
@@ -118,7 +118,7 @@ class _Transfers:
         payloads = payload.new_empty(ranks * payload.numel())
         comm.all_gather_into_tensor(payloads, payload, group=part.group)
         for one, values in zip(payloads.chunk(ranks), whole.view(ranks, -1), strict=True):
-            self.parts.decode(one, values)
+            self.parts.decode(values, one)
         return whole
 
 
