@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.choices import choices, others
-from deepspeed_compress.planner.files import Start, ds_config
+from deepspeed_compress.planner.files import ds_config, start_command
 from deepspeed_compress.planner.search import TOO_LARGE, Candidate, Job, Plan, search
 from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import has_ranks
@@ -96,14 +96,11 @@ _UNSET = "is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS $0 (N
 def _write(candidate: Candidate, job: Job, options: argparse.Namespace) -> None:
     """Write ds_config.json and launch.sh of a layout."""
     directory: Path = options.output
-    layout, steps = candidate.layout, max(1, round(job.tokens / (job.batch * job.seq * job.trained)))
-    is_trainer = options.software == "hf"
-    start = Start(layout, job.cluster, directory, options.model, job.seq, steps, is_trainer, options.hostfile).command()
+    layout, config, script = candidate.layout, directory / "ds_config.json", directory / "launch.sh"
+    start = start_command(job, layout, config, options.model, options.hostfile)
     directory.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(ds_config(layout, job.cluster), indent=2)
-    (directory / "ds_config.json").write_text(config + "\n", encoding="utf-8")
-    script = directory / "launch.sh"
+    config.write_text(json.dumps(ds_config(layout, job.cluster), indent=2) + "\n", encoding="utf-8")
     checks = "".join(f': "${{{name}:?{_UNSET}}}"\n' for name in ("NODE_RANK", "MASTER_ADDR") if f"${name}" in start)
     script.write_text(f"#!/usr/bin/env bash\n# {layout}\n{checks}{start}\n", encoding="utf-8")
     script.chmod(0o755)
-    print(f"{directory / 'ds_config.json'}\n{script}: {start}")
+    print(f"{config}\n{script}: {start}")
