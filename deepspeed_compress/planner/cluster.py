@@ -220,13 +220,10 @@ class Links:
         if group.nodes == 1 or self.is_gloo:
             return ring
         depth = 2 * (math.log2(group.nodes) * self._network_hop * 2 + (group.local - 1) * self._node_hop)
-        # A tree reaches about 0.9 of a ring's bandwidth.
-        tree = self._without_hops(size, group) / 0.9 + self._start + depth
-        return replace(ring, seconds=min(ring.seconds, tree))
-
-    def _without_hops(self, size: float, group: Group) -> float:
         sent = 2 * size * (group.ranks - 1) / group.ranks
-        return max(sent / (self.network_rate * group.local), sent / self.node_rate if group.local > 1 else 0.0)
+        moved = max(sent / (self.network_rate * group.local), sent / self.node_rate if group.local > 1 else 0.0)
+        # A tree reaches about 0.9 of a ring's bandwidth.
+        return replace(ring, seconds=min(ring.seconds, moved / 0.9 + self._start + depth))
 
     def exchange(self, size: float, group: Group) -> Message:
         """Return the cost of sending `size` / ranks bytes from every rank to every rank, equal or different ones."""

@@ -110,13 +110,14 @@ def _gpu(
     best: float,
     flash: Mapping[int, float],
     precision: Precision = "bf16",
+    backend: Backend = "nccl",
 ) -> Gpu:
     """Return a GPU from its figures in teraflops, gigabytes, and gigabytes per second.
 
     `best` of most is that of mamf-finder (ml-engineering, compute/accelerator).
     """
     size, rate = (1e9 * figure for figure in memory)
-    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, precision)
+    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, precision, backend)
 
 
 _GPUS = (
@@ -168,23 +169,11 @@ _GPUS = (
     _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER),
     # one of its two dies: data sheet; mamf-finder
     _gpu("MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER),
-)
-# Round figures of a core, for emulated hosts.
-_CPU = Gpu(
-    name="CPU",
-    peak=1e11,
-    memory_rate=1e10,
-    memory=8e9,
-    link_rate=2e9,
-    link="loopback",
-    per_node=1,
-    best_matmul=_A100_BEST,
-    flash=_FLASH_OTHER,
-    precision="fp32",
-    backend="gloo",
+    # round figures of a core, for emulated hosts
+    _gpu("CPU", 0.1, (8.0, 10.0), ("loopback", 2), 1, _A100_BEST, _FLASH_OTHER, "fp32", "gloo"),
 )
 
-GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (*_GPUS, _CPU)}
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in _GPUS}
 
 
 _IGNORED = (
@@ -221,19 +210,11 @@ def _words(text: str) -> list[str]:
 
 def _with_memory(name: str, sizes: list[int]) -> list[Gpu]:
     """Return the GPUs of this name, without spaces and hyphens, whose memory is as large as all of `sizes` say."""
-    name = _ALIASES.get(name, name)
-    return [gpu for gpu in GPUS.values() if name in _names(gpu) and _has_memory(gpu, sizes)]
-
-
-def _names(gpu: Gpu) -> tuple[str, ...]:
-    """Return the names of a GPU without spaces and hyphens. The name A100 stands for both sizes of its memory."""
-    plain = "".join(_words(gpu.name))
-    return (plain, "A100") if plain.startswith("A100") else (plain,)
-
-
-def _has_memory(gpu: Gpu, sizes: list[int]) -> bool:
-    """Return True if the memory of a GPU is as large as its name says, if that says anything."""
-    return all(abs(gpu.memory - size * _GIB) < 0.1 * size * _GIB for size in sizes)
+    names = {_ALIASES.get(name, name)}
+    # The name A100 stands for both sizes of its memory.
+    names |= {"A10080", "A10040"} if "A100" in names else set()
+    named = (gpu for gpu in GPUS.values() if "".join(_words(gpu.name)) in names)
+    return [gpu for gpu in named if all(abs(gpu.memory - size * _GIB) < 0.1 * size * _GIB for size in sizes)]
 
 
 def worst_of(gpus: Sequence[Gpu]) -> Gpu:

@@ -226,24 +226,18 @@ class Layouts:
 
     def _refusal(self, tensor: int, pipeline: int) -> str | None:
         model, divided, per_node = self.model, max(tensor, pipeline) > 1, self.cluster.per_node
-        stage = self.cluster.gpus // pipeline
-        if divided and model.rank:
-            return "LoRA is predicted without tensor and pipeline ranks"
-        if per_node % tensor:
-            return "tensor ranks do not share a node"
-        if per_node % stage and stage % per_node:
-            return "stages do not fill nodes"
-        if divided and model.experts > 1:
-            return "DeepSpeed's experts exclude tensor and pipeline ranks"
-        if divided and FAMILIES[model.family].modules is None:
-            return f'the family "{model.family}" cannot be divided'
-        if model.heads % tensor or model.kv_heads % tensor:
-            return "tensor ranks do not divide the heads"
-        if pipeline > model.layers:
-            return "more stages than layers"
-        if self.batch % (stage // tensor):
-            return "replicas do not divide the batch"
-        return None
+        stage, family = self.cluster.gpus // pipeline, model.family
+        reasons = {
+            "LoRA is predicted without tensor and pipeline ranks": divided and model.rank,
+            "tensor ranks do not share a node": per_node % tensor,
+            "stages do not fill nodes": per_node % stage and stage % per_node,
+            "DeepSpeed's experts exclude tensor and pipeline ranks": divided and model.experts > 1,
+            f'the family "{family}" cannot be divided': divided and FAMILIES[family].modules is None,
+            "tensor ranks do not divide the heads": model.heads % tensor or model.kv_heads % tensor,
+            "more stages than layers": pipeline > model.layers,
+            "replicas do not divide the batch": self.batch % (stage // tensor),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _batches(self, tensor: int, pipeline: int) -> Iterator[Layout]:
         data = self.cluster.gpus // tensor // pipeline
@@ -268,7 +262,7 @@ class Layouts:
                 continue
             if zero and layout.data == 1:
                 continue
-            for recompute in _RECOMPUTE:
+            for recompute in ("none", "full"):
                 found = replace(layout, zero=zero, recompute=recompute)
                 yield found
                 if zero and layout.pipeline == 1 and 1 < node < layout.data and layout.data % node == 0:
@@ -308,9 +302,6 @@ def with_offload(layouts: Iterable[Layout]) -> Iterator[Layout]:
             yield replace(layout, offload="optimizer")
             if layout.zero == 3:
                 yield replace(layout, offload="all")
-
-
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 def _interleavings(layers: int, layout: Layout) -> list[int]:

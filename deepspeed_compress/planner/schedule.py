@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from deepspeed_compress.planner.cluster import SOURCE, Links, Message
-from deepspeed_compress.planner.compute import (
-    FULLY_SHARDED,
-    Device,
-    LayerCost,
-    Work,
-    head_cost,
-    layer_cost,
-    optimizer_seconds,
-    recomputed,
-)
+from deepspeed_compress.planner.compute import Device, LayerCost, Work, head_cost, layer_cost, recomputed
 from deepspeed_compress.planner.layout import Layout, Stage, largest_stage, stages
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.traffic import HOST, ISSUE, DataParallel, Traffic, Window, stage_message, tensor_traffic
@@ -124,13 +115,13 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
 
 def _in_line(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> Iterator[Term]:
     """Yield the messages that micro-batches wait for, and the bubble of the pipeline."""
-    tensor = tensor_traffic(links, device, model, seq, layout)
-    exposed = _exposed(device, tensor.hidden)
-    yield _in_micro_batches("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed, layout)
+    sums, hidden = tensor_traffic(links, device, model, seq, layout)
+    exposed = _exposed(device, hidden)
+    yield _in_micro_batches("tensor-parallel all-reduces", sums.times(batch.layers), exposed, layout)
     if layout.pipeline > 1:
         between = stage_message(links, model, seq, layout)
         yield _in_micro_batches("messages between stages", between, 1.0, layout)
-        yield _bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds)
+        yield _bubble(layout, model, batch, exposed * sums.seconds, between.seconds)
 
 
 def _in_micro_batches(name: str, message: Message, exposed: float, layout: Layout) -> Term:
@@ -155,7 +146,7 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {constants.origin}"
     program = f"{device.software.name}: software.py"
-    issued = "with hooks of ZeRO 3" if layout.zero == FULLY_SHARDED and device.software.hooks else "kernels"
+    issued = "with hooks of ZeRO 3" if layout.zero == 3 and device.software.hooks else "kernels"
     products = f"max(operations / {rate / 1e12:.0f} TFLOP/s, bytes / {bandwidth / 1e9:.0f} GB/s)"
     rows = (
         ("matrix products", "compute", work.matmul, products, shares),
@@ -197,9 +188,8 @@ def _optimizer(links: Links, device: Device, stage: Stage, layout: Layout) -> Te
         of_host = owned * min(layout.ranks, links.cluster.per_node)
         formula = f"{of_host:.3g} parameters of a host x {HOST_ADAM * 1e9:g} ns"
         return local("optimizer on the host", HOST, HOST_ADAM * of_host, formula, "2101.06840")
-    seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
-    return local("optimizer", "memory", seconds, formula, "software.py")
+    return local("optimizer", "memory", device.moved(device.software.optimizer * owned), formula, "software.py")
 
 
 MUON_ITERATIONS = 5

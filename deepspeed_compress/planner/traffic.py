@@ -51,28 +51,18 @@ class Traffic:
     issue: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTraffic:
-    """All-reduces of hidden states of a layer and a micro-batch (1909.08053): two forward, two backward.
+def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout: Layout) -> tuple[Message, float]:
+    """Return the cost of the all-reduces of hidden states of a layer and a micro-batch, and the share that hides.
 
-    DeepSpeed's backward has one for each matrix that reads the same states: queries, keys, values, gate and up.
-
-    Attributes:
-        message: Cost of all of them.
-        hidden: Share that hides behind the products of weight gradients.
+    There are two forward and two backward (1909.08053), but DeepSpeed's backward has one for each matrix that reads the
+    same states: queries, keys, values, gate and up. What is computed again is sent again. The last two may hide behind
+    the products of weight gradients.
     """
-
-    message: Message
-    hidden: float
-
-
-def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout: Layout) -> TensorTraffic:
-    """Return the traffic between the ranks that share a layer. What is computed again is sent again."""
     size = layout.micro * seq * model.hidden * links.cluster.gpu.element
     backward = 5 if layout.engine == "deepspeed" and model.reads_separately else 2
     count = (4 if layout.recompute == "full" else 2) + backward
     message = links.reduce(size, links.group(layout.tensor, 1)).times(count)
-    return TensorTraffic(message, 2 / count if device.software.tensor_overlaps else 0.0)
+    return message, 2 / count if device.software.tensor_overlaps else 0.0
 
 
 def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Message:
@@ -241,7 +231,9 @@ class DataParallel:
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
         prefetched = bucket_size(stage.parameters, bits, LARGEST_BUCKET)
         pieces = min(stage.layers, math.ceil(stage.parameters / prefetched))
-        message = self._delivered(parameters / pieces, self._gathered_bits).times(pieces * count)
+        # With LoRA, nearly all elements are frozen.
+        plain = self.model.base_bits or 8 * self.device.gpu.element
+        message = self._delivered(parameters / pieces, plain).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{parameters:.3g} elements gathered {count:.3g} times"
         window: Window = "all" if software.hides else "nothing"
@@ -250,11 +242,6 @@ class DataParallel:
             once = self.links.gather(small * self.device.gpu.element, self._replicas)
             formula = f"{small:.3g} elements gathered once"
             yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
-
-    @property
-    def _gathered_bits(self) -> float:
-        """Bits of an uncompressed element that ZeRO 3 gathers: with LoRA, nearly all are frozen."""
-        return self.model.base_bits or 8 * self.device.gpu.element
 
     def _tied(self) -> Traffic:
         """Return the sum of both gradients of an embedding that the first and the last stage share."""

@@ -95,7 +95,7 @@ def _count(layout: Layout, job: Job, least: int) -> int:
     """Return the steps to measure: a period of islands, or more the shorter steps are, since short ones vary most."""
     if layout.islands > 1:
         return 1
-    return max(least, min(MOST_STEPS, round(STEP_SECONDS / job.predictor().predict(layout).seconds)))
+    return max(least, min(MOST_STEPS, round(STEP_SECONDS / job.predict(layout).seconds)))
 
 
 def _steps(rows: Sequence[Row], layouts: Sequence[Layout]) -> list[Step]:

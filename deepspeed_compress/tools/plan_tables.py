@@ -4,9 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from deepspeed_compress.choice_names import LOSS, TIMES
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.planner.choices import FASTER, Choice, better_batch, packing_gain
+from deepspeed_compress.planner.choices import FASTER, Choice, Kind, better_batch, divide, fastest_alone, packing_gain
 from deepspeed_compress.planner.measured import Measured
-from deepspeed_compress.planner.mixed import Division, divide, fastest_alone
 from deepspeed_compress.planner.search import MEASURED, TIE, Candidate, Job, Plan, critical_batch
 from deepspeed_compress.tools.tables import new_console, new_table, print_table
 
@@ -114,29 +113,28 @@ def _kind_notes(now: Candidate, plan: Plan, job: Job) -> Iterator[str]:
     if job.cluster.kinds and now.layout.pipeline > 1:
         yield "All stages of a pipeline are predicted with the worst figures of all kinds of GPUs."
     elif job.cluster.kinds:
-        division = divide(job, now)
-        slowest, fastest = division.kinds[0], division.kinds[-1]
-        smallest = min((kind.gpu for kind in division.kinds), key=lambda gpu: gpu.memory)
+        kinds, gain = divide(job, now)
+        slowest, fastest = kinds[0], kinds[-1]
+        smallest = min((kind.gpu for kind in kinds), key=lambda gpu: gpu.memory)
         yield (
             f"{slowest.gpu.name} limits computing: it takes {slowest.seconds / fastest.seconds:.2g} times as long as "
             f"{fastest.gpu.name}. {smallest.name} limits memory to {smallest.memory / 1e9:.0f} GB."
         )
-        yield from _division_notes(division, now)
+        yield from _division_notes(kinds, gain, now)
     if alone is not None:
         yield f"The fastest choice on {alone[1].gpus} {alone[1].gpu.name} alone is {alone[0]:.2g} {TIMES} as on all."
 
 
-def _division_notes(division: Division, now: Candidate) -> Iterator[str]:
+def _division_notes(kinds: Sequence[Kind], gain: float, now: Candidate) -> Iterator[str]:
     """Yield the sequences with which all GPUs end together, and how to give them to DeepSpeed."""
-    if division.gain < 1 + TIE:
+    if gain < 1 + TIE:
         yield "Another division of the batch would gain row 1 less than 5 %."
         return
-    each = zip(division.sequences, division.kinds, strict=True)
-    shares = ", ".join(f"{sequences:.3g} on {kind.gpu.name}" for sequences, kind in each)
+    shares = ", ".join(f"{kind.sequences:.3g} on {kind.gpu.name}" for kind in kinds)
     replica = "each GPU" if now.layout.tensor == 1 else f"every {now.layout.tensor} GPUs"
     yield (
         f"All end together with these sequences per step for {replica}: {shares}. Row 1 is then at most "
-        f"{division.gain:.2g} {TIMES}."
+        f"{gain:.2g} {TIMES}."
     )
     yield (
         "DeepSpeed divides batches equally. With data loaders of your own, micro-batches may differ if each rank "

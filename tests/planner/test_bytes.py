@@ -43,7 +43,7 @@ def measured(rank: int, group: Group) -> list[dict[str, float]]:
 
 def predicted(job: Job, layout: Layout) -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for term in job.predictor().predict(layout).terms:
+    for term in job.predict(layout).terms:
         if term.name in COUNTERS:
             sizes[COUNTERS[term.name]] += round(term.inside + term.outside)
     return sizes

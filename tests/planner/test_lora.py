@@ -22,7 +22,7 @@ OVER_ALL, WITHIN = layout(data=16, zero=3, micro=1), layout(data=16, zero=3, mic
 
 
 def predicted(model: Any, chosen: Any) -> Prediction:
-    return job(NODES, "10gbit/node", model=model, seq=2048).predictor().predict(chosen)
+    return job(NODES, "10gbit/node", model=model, seq=2048).predict(chosen)
 
 
 def sent(prediction: Prediction) -> float:

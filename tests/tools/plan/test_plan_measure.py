@@ -16,7 +16,7 @@ from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.planner.cluster import Cluster, read_cluster
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import MeasuredProbe, ObservedStep, Probe, Step
+from deepspeed_compress.planner.measured import Probe, predict_probe, predict_step
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
@@ -48,14 +48,14 @@ class ExactRanks(EmulatedRanks):
         sent = [(kind, [size, ranks]) for kind in KINDS for size in job["sizes"] for ranks in (2, 4)]
         found = []
         for kind, sizes in [*(("product", sizes) for sizes in job["products"]), *moved, *sent]:
-            probe = MeasuredProbe(Probe(kind, tuple(sizes), 1.0), self.job.cluster, self.job.software)
-            found.append({"kind": kind, "sizes": sizes, "seconds": probe.predicted(SLOW)})
+            seconds = predict_probe(self.job, Probe(kind, tuple(sizes), 1.0), SLOW)
+            found.append({"kind": kind, "sizes": sizes, "seconds": seconds})
         return found
 
     def steps(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         [contender] = job["group"]["contenders"]
-        step = Step(self.layouts[contender["name"]], 1.0)
-        return [{"contender": contender, "step_s": {"median": ObservedStep(self.job, step).predicted(SLOW)}}]
+        seconds = predict_step(self.job, self.layouts[contender["name"]], SLOW)
+        return [{"contender": contender, "step_s": {"median": seconds}}]
 
 
 def plan(*more: str) -> int:
