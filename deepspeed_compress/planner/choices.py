@@ -110,10 +110,8 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
     more: dict[str, Any] = {name: getattr(setup, name) for name in ("gradient_bits", "weight_bits", "offload")}
     found = [job.candidate(replace(layout, **more)) for layout in layouts if setup.allows(layout)]
     if not found:
-        raise ConfigError(
-            f"--config: has no layout of {job.cluster.gpus} GPUs with {job.batch} sequences per step; correct its "
-            "parallelism and its train_micro_batch_size_per_gpu, or --gpus and --batch"
-        )
+        sizes = f"{job.cluster.gpus} GPUs with {job.batch} sequences per step"
+        raise ConfigError(f"--config: has no layout of {sizes}; correct its parallelism and batch, or the options")
     return Choice(NOW, min(found, key=lambda one: (one.verdict == "does not fit", one.days)))
 
 

@@ -198,9 +198,7 @@ def find_gpu(text: str) -> Gpu:
     if not found and len(words) > 1 and words[-1].isdigit():
         found = _with_memory(name.removesuffix(words[-1]), [*sizes, int(words[-1])])
     if not found:
-        raise ConfigError(
-            f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
-        )
+        raise ConfigError(f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write one of these")
     return found[0]
 
 
@@ -225,10 +223,8 @@ def worst_of(gpus: Sequence[Gpu]) -> Gpu:
     """
     slowest = min(gpus, key=lambda gpu: gpu.matmul_rate(Constants()))
     if len({(gpu.backend, gpu.link == "xGMI") for gpu in gpus}) > 1:
-        raise ConfigError(
-            f"--gpus: {' and '.join(gpu.name for gpu in gpus)} have no common library of collectives (NCCL, RCCL, "
-            "gloo); write those of one vendor"
-        )
+        names = " and ".join(gpu.name for gpu in gpus)
+        raise ConfigError(f"--gpus: {names} have no common library of collectives; write those of one vendor")
     link = min(gpus, key=lambda gpu: gpu.link_rate)
     return replace(
         slowest,

@@ -47,16 +47,12 @@ def find_measuring_ranks(emulation: Emulation | None, timeout: float, cluster: C
     with find_ranks(emulation, timeout, "plan cluster") as ranks:
         if ranks.count != cluster.gpus:
             raise ConfigError(
-                f"--gpus: {cluster.gpus} GPUs differ from the {ranks.count} processes of the launcher; start one for "
-                "each GPU, or change --gpus"
+                f"--gpus: {cluster.gpus} GPUs, but {ranks.count} processes of the launcher; start one for each GPU"
             )
         kinds = Counter(ranks.gather(cluster.gpu.name))
         if len(kinds) > 1:
             found = "+".join(f"{count}x{name}" for name, count in kinds.items())
-            raise ConfigError(
-                f"--gpus: ranks have several kinds of GPUs, which are not measured; write --gpus {found}, without a "
-                "launcher"
-            )
+            raise ConfigError(f"--gpus: several kinds are not measured; write --gpus {found}, without a launcher")
         yield ranks
 
 
@@ -70,9 +66,13 @@ def measure(layouts: Sequence[Layout], job: Job, ranks: JobRanks, model: Path, l
     rows: list[Row] = []
     with Progress(transient=True, disable=not ranks.is_first) as progress:
         for steps in progress.track(_step_jobs(layouts, job, ranks, model, least) or [[]], description="ranks"):
-            rows += _rows(ranks, steps if rows else [probed, *steps])
+            found, failure = ranks.run(steps if rows else [probed, *steps])
+            if failure is not None:
+                raise CompressError(f"measurement: {failure} on the emulated hosts; the lines above show why")
+            rows += found
     probes = [Probe(row["kind"], tuple(row["sizes"]), row["seconds"]) for row in rows if "kind" in row]
-    return fit_measured(job, probes, _steps(rows, layouts))
+    seconds = {row["contender"]["name"]: row["step_s"]["median"] for row in rows if "contender" in row}
+    return fit_measured(job, probes, [Step(layout, seconds[str(layout)]) for layout in layouts])
 
 
 def _step_jobs(
@@ -86,29 +86,11 @@ def _step_jobs(
             file.write_text(json.dumps(ds_config(layout, job.cluster)), encoding="utf-8")
             sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0, "lora_rank": job.model.rank}
             [group] = group_contenders([str(file)], str(model.absolute()), (), sizes, layout.ranks)
-            steps = group.to_job({ranks.rates[0]: _count(layout, job, least)}, bare=False)
+            # More steps the shorter they are, since short ones vary most; of islands, one period.
+            count = max(least, min(MOST_STEPS, round(STEP_SECONDS / job.predict(layout).seconds)))
+            steps = group.to_job({ranks.rates[0]: 1 if layout.islands > 1 else count}, bare=False)
             by_division.setdefault(_division(layout), []).append(steps)
     return list(by_division.values())
-
-
-def _count(layout: Layout, job: Job, least: int) -> int:
-    """Return the steps to measure: a period of islands, or more the shorter steps are, since short ones vary most."""
-    if layout.islands > 1:
-        return 1
-    return max(least, min(MOST_STEPS, round(STEP_SECONDS / job.predict(layout).seconds)))
-
-
-def _steps(rows: Sequence[Row], layouts: Sequence[Layout]) -> list[Step]:
-    """Return the steps in measured rows, in the order of `layouts`."""
-    seconds = {row["contender"]["name"]: row["step_s"]["median"] for row in rows if "contender" in row}
-    return [Step(layout, seconds[str(layout)]) for layout in layouts]
-
-
-def _rows(ranks: JobRanks, jobs: Sequence[Row]) -> list[Row]:
-    rows, failure = ranks.run(jobs)
-    if failure is not None:
-        raise CompressError(f"measurement: {failure} on the emulated hosts; the lines above show why")
-    return rows
 
 
 def informative(found: Sequence[Choice], job: Job, options: argparse.Namespace) -> list[Layout]:

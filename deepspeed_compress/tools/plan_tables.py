@@ -7,10 +7,7 @@ from deepspeed_compress.config.numbers import short
 from deepspeed_compress.planner.choices import FASTER, Choice, Kind, better_batch, divide, fastest_alone, packing_gain
 from deepspeed_compress.planner.measured import Measured
 from deepspeed_compress.planner.search import MEASURED, TIE, Candidate, Job, Plan, critical_batch
-from deepspeed_compress.tools.tables import new_console, new_table, print_table
-
-WIDTH = 160
-"""Least width of tables in characters. A narrower table would break the names of layouts."""
+from deepspeed_compress.tools.tables import WIDTH, new_console, new_table, print_table
 
 
 def _title(job: Job) -> str:
@@ -29,17 +26,6 @@ def sequences(job: Job) -> str:
 
 _MARKS = {"fits": "", "tight": "?", "does not fit": "!"}
 """Marks of memory by verdict."""
-
-
-def _memory(candidate: Candidate) -> str:
-    memory = candidate.prediction.memory
-    host = f" + {memory.host / 1e9:.0f} GB of the host" * (memory.host > 0)
-    return f"{memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}{host}"
-
-
-def _sent(candidate: Candidate, job: Job) -> str:
-    """Return the bytes that a node sends to others in a step."""
-    return f"{job.cluster.per_node * sum(term.outside for term in candidate.prediction.terms) / 1e9:.3g} GB"
 
 
 def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
@@ -73,6 +59,7 @@ def print_choices(
         if number == len(found) + 1:
             table.add_section()
         table.add_row(str(number), *_choice_cells(choice, found[0].seconds, job))
+    # A narrower table would break the names of layouts.
     new_console(WIDTH).print(table)
     everything = [*found, *others]
     for line in _memory_notes([one.candidate for one in everything]):
@@ -94,15 +81,17 @@ def print_choices(
 
 
 def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:
-    candidate = choice.candidate
-    low, high = candidate.prediction.interval
+    candidate, prediction = choice.candidate, choice.candidate.prediction
+    (low, high), memory = prediction.interval, prediction.memory
+    host = f" + {memory.host / 1e9:.0f} GB of the host" * (memory.host > 0)
+    sent = job.cluster.per_node * sum(term.outside for term in prediction.terms)
     return (
         choice.name,
         f"{choice.seconds:.3g} ({low:.3g}-{high:.3g})",
         f"{seconds / choice.seconds:.2g}",
         f"{candidate.days:.3g}",
-        _memory(candidate),
-        _sent(candidate, job),
+        f"{memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}{host}",
+        f"{sent / 1e9:.3g} GB",
         choice.loss,
     )
 
