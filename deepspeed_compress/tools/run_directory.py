@@ -178,9 +178,7 @@ def read_content(file: Path) -> bytes:
         reason = error.strerror or str(error).removeprefix(f"{file} ")
         raise DataError(f"{file}: cannot be read ({reason}); give the directory of a run") from None
     if len(content) > LARGEST_TEXT:
-        raise DataError(
-            f"{file}: has more than {LARGEST_TEXT:,} bytes; write fewer lines, as with a larger monitor.every"
-        )
+        raise DataError(f"{file}: has more than {LARGEST_TEXT:,} bytes; write a larger monitor.every")
     return content
 
 

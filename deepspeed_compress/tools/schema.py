@@ -85,7 +85,8 @@ class _Page:
         for key, child in node["properties"].items():
             inside = f"{place}.{key}".removeprefix(".")
             items = f"{inside}[]" if child.get("type") == "array" else inside
-            names = _references(child)
+            # A value, or an item of it, can be one of several objects.
+            names = list(dict.fromkeys(re.findall(r'"\$ref": "#/\$defs/(\w+)"', json.dumps(child))))
             new += [(name, items) for name in names if name not in self._titles]
             for name in names:
                 methods = ", ".join(self._methods(name))
@@ -119,11 +120,6 @@ class _Page:
                 key: value for key, value in default.items() if key in needed or value != keys_of[key].get("default")
             }
         return json.dumps(default)
-
-
-def _references(node: Node) -> list[str]:
-    """Return the names of the objects that a value, or an item of it, can be."""
-    return list(dict.fromkeys(re.findall(r'"\$ref": "#/\$defs/(\w+)"', json.dumps(node))))
 
 
 def _anchor(title: str) -> str:
