@@ -56,8 +56,9 @@ def run(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[list[Row], int]:
     """Measure all groups, and save what is measured after each. Return the rows, and the number of runs that failed."""
     groups, steps = _groups(options, ranks.count), steps_at(options, ranks.rates)
-    if not options.emulate:
-        _check_same_layout(groups)
+    layouts = {(group.workload.tensor, group.workload.pipeline) for group in groups}
+    if not options.emulate and len(layouts) > 1:
+        raise ConfigError("--config: the files have different layouts, which one job cannot measure; pass them apart")
     begin, failures, found = time.monotonic(), 0, list[Row]()
     for number, group in enumerate(groups, 1):
         if ranks.is_first:
@@ -78,13 +79,6 @@ def _find_ranks(options: argparse.Namespace) -> JobRanks:
     return LaunchedRanks(options.mirror)
 
 
-def _check_same_layout(groups: Sequence[Group]) -> None:
-    if len({(group.workload.tensor, group.workload.pipeline) for group in groups}) > 1:
-        raise ConfigError(
-            "--config: the files have different layouts, which one job cannot measure; pass them one by one"
-        )
-
-
 def _check_mirrored(groups: Sequence[Group]) -> None:
     """Check that a mirror can stand for the other ranks.
 
@@ -101,9 +95,7 @@ def _check_mirrored(groups: Sequence[Group]) -> None:
 def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
     stems = [Path(file).stem for file in options.config]
     if len(set(stems)) < len(stems):
-        raise ConfigError(
-            f"--config {' '.join(options.config)}: files with the same name have the same rows; rename them"
-        )
+        raise ConfigError(f"--config {' '.join(options.config)}: files of the same name share rows; rename them")
     sizes = {name: getattr(options, name) for name in ("micro_batch", "seq_len", "seed", "lora_rank")}
     groups = [
         group
@@ -136,19 +128,20 @@ def _title(group: Group, ranks: int) -> str:
 
 
 def compared(rows: Sequence[Row], mirror: bool = False) -> list[Row]:
-    """Return the rows of a run, fast rates first, with what their comparison shows. Rows of a `mirror` say so."""
-    ordered = sorted(rows, key=lambda row: -bits_per_second(row["rate"]) if row["rate"] else 0.0)
-    return [row | _compared(row, rows) | ({"mirror": True} if mirror else {}) for row in ordered]
+    """Return the rows of a run, fast rates first, with what their comparison shows. Rows of a `mirror` say so.
 
-
-def _compared(row: Row, rows: Sequence[Row]) -> Row:
-    """Return ratios of times, and the bytes per step: means over ranks, but the largest difference of any rank."""
-    alone, step = _uncompressed(row, rows), row["step_s"]["median"]
-    return {
-        "of_compute_only": step / row["compute_only_s"]["median"],
-        "speedup": alone["step_s"]["median"] / step if alone else None,
-        "bytes": _bytes(row["traffic"], _predictions(row, rows)),
-    }
+    Ratios of times are added, and the bytes per step: means over ranks, but the largest difference of any rank.
+    """
+    found = []
+    for row in sorted(rows, key=lambda row: -bits_per_second(row["rate"]) if row["rate"] else 0.0):
+        alone, step = _uncompressed(row, rows), row["step_s"]["median"]
+        more = {
+            "of_compute_only": step / row["compute_only_s"]["median"],
+            "speedup": alone["step_s"]["median"] / step if alone else None,
+            "bytes": _bytes(row["traffic"], _predictions(row, rows)),
+        }
+        found.append(row | more | ({"mirror": True} if mirror else {}))
+    return found
 
 
 def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
@@ -168,17 +161,13 @@ def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
     of what they send stays inside it, except with hybrid sharding, for which the bytes of a host are returned.
     """
     per_host = row.get("per_host", 1)
-    if per_host > 1 and not _shards_within(row):
+    parallelism = ((row["contender"]["ds_config"] or {}).get(SECTION) or {}).get("parallelism") or {}
+    if per_host > 1 and parallelism.get("shard_within") is None:
         return None
     if "predicted" in row["traffic"][0]:
         return [per_host * rank["predicted"] for rank in row["traffic"]]
     counted = next((other for other in rows if _counts_for(other, row, rows)), None)
     return [rank["predicted_uncompressed"] for rank in counted["traffic"]] if counted else None
-
-
-def _shards_within(row: Row) -> bool:
-    parallelism: Row = ((row["contender"]["ds_config"] or {}).get(SECTION) or {}).get("parallelism") or {}
-    return parallelism.get("shard_within") is not None
 
 
 def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
