@@ -51,10 +51,6 @@ def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
     ]
 
 
-def _kept(candidates: int) -> int:
-    return min(candidates, max(2, math.ceil(candidates / FACTOR)))
-
-
 def loss_gap(result: Result, baseline: Result) -> float:
     """Return the loss above the baseline's as a fraction of the latter, or infinity if a loss is not finite."""
     gap = (result.loss - baseline.loss) / abs(baseline.loss) if baseline.loss else math.inf
@@ -75,7 +71,7 @@ def reasons(found: Round, metric: str) -> dict[str, str]:
     good = [result for result in tried if not out[result.name]]
     out |= {result.name: _dominated(result, good, baseline) for result in good}
     ranked = sorted((result for result in good if not out[result.name]), key=METRICS[metric])
-    places = _kept(len(tried))
+    places = max(2, math.ceil(len(tried) / FACTOR))
     return out | {result.name: f"not among the best {places}" for result in ranked[places:]}
 
 

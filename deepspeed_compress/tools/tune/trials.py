@@ -159,9 +159,8 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     named = [place for place, _, value in _values(arguments) if value and Path(value).resolve() == config.resolve()]
     if not named:
         raise ConfigError(
-            f"--config {config}: no argument of the command names this file, so trials cannot have files of their own "
-            f"(allowed: any option). Pass it as the script or the launcher expects it, such as SCRIPT --deepspeed "
-            f"{config}. If the script contains the path, let it read the path from an argument."
+            f"--config {config}: no argument of the command names this file, but trials need files of their own; write "
+            f"it as an argument of the script or the launcher, such as SCRIPT --deepspeed {config}"
         )
     return _with_values(arguments, named, str(replacement))
 
@@ -259,11 +258,10 @@ class Trials:
         given = for_trial(self.arguments, self.config, directory / CONFIG, directory)
         return launch_command(self.launcher, given, RUNNER)
 
-    def _config_of(self, candidate: Candidate, rung: Rung) -> dict[str, Any]:
+    def _config_of(self, candidate: Candidate, rung: Rung) -> Any:
         task = Task(rung.steps, str(self.directory(candidate, rung)))
         # Compare and pass it as it will be read: tuples of the section become lists in a file.
-        found: dict[str, Any] = json.loads(json.dumps(trial_config(self.ds_config, candidate, task)))
-        return found
+        return json.loads(json.dumps(trial_config(self.ds_config, candidate, task)))
 
 
 def _written(command: Sequence[str]) -> str:
