@@ -52,13 +52,9 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"zero_stage": layout.zero, "tensor": layout.tensor, "pipeline": layout.pipeline}
-    found = {key: value for key, value in sizes.items() if key == "zero_stage" or value > 1}
-    if layout.shard_within:
-        found["shard_within"] = layout.shard_within
-    if layout.recompute == "full":
-        found["activation_checkpointing"] = True
-    return found
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard_within": layout.shard_within}
+    again = {"activation_checkpointing": True} if layout.recompute == "full" else {}
+    return {"zero_stage": layout.zero, **{key: size for key, size in sizes.items() if size > 1}, **again}
 
 
 def _gradients(layout: Layout, cluster: Cluster) -> dict[str, Any]:

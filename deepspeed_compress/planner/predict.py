@@ -122,12 +122,8 @@ class Needs:
         return self.software.name in ("deepspeed", "hf", "megatron-deepspeed")
 
     @property
-    def _element(self) -> int:
-        return self.cluster.gpu.element
-
-    @property
     def _logit(self) -> float:
-        if self._element == FULL:
+        if self.cluster.gpu.element == FULL:
             return 2 * FULL
         # The loss of transformers' GPT-2 is computed in two bytes.
         return 8 if self.software.name == "hf" and not self.model.gated else self.software.logit
@@ -139,7 +135,7 @@ class Needs:
 
     def _states(self, stage: Stage) -> tuple[float, float]:
         """Return the bytes of weights, gradients and optimizer states of a GPU, and those on its host."""
-        layout, element = self.layout, self._element
+        layout, element = self.layout, self.cluster.gpu.element
         owned = stage.trained / (layout.shards if layout.zero else 1)
         frozen = (self.model.base_bits / 8 or element) * (stage.parameters - stage.trained)
         weights = (element * stage.trained + frozen) / (layout.shards if layout.zero == 3 else 1)
@@ -158,7 +154,7 @@ class Needs:
     @property
     def _optimizer(self) -> int:
         """Bytes per parameter of two moments, fp32 master weights, and without ZeRO DeepSpeed's fp32 gradients."""
-        if self._element == FULL and not self.layout.zero:
+        if self.cluster.gpu.element == FULL and not self.layout.zero:
             return 8
         return self.software.states + self._full_gradients
 
@@ -169,7 +165,7 @@ class Needs:
         layers = min(stage.parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
         # Megatron sends from the gradients themselves.
         sends = layout.shards > 1 and software.name not in ("megatron", "nanotron")
-        buffers = self._element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
+        buffers = self.cluster.gpu.element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
         if layout.gradient_bits and layout.data > 1:
             node = per_node // layout.tensor
             # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped.
@@ -185,7 +181,7 @@ class Needs:
 
         Selective recomputation keeps the inputs of layer and attention's product, and every second matrix product.
         """
-        layout, model, element = self.layout, self.model, self._element
+        layout, model, element = self.layout, self.model, self.cluster.gpu.element
         whole = element * model.hidden / (layout.tensor if layout.sequence_parallel else 1)
         if layout.recompute == "full":
             return self.software.checkpoints * whole
@@ -205,7 +201,7 @@ class Needs:
     @property
     def _everything(self) -> float:
         """Bytes per token of a layer's activations without recomputation."""
-        model, layout, software, element = self.model, self.layout, self.software, self._element
+        model, layout, software, element = self.model, self.layout, self.software, self.cluster.gpu.element
         # Inputs of two norms and of the two blocks; the eager norms of Llama also keep fp32 copies.
         copies = 8 if software.eager == 2 and model.gated and element < FULL else 0
         norms = model.hidden * (4 * element + 2 * model.dropout + copies)

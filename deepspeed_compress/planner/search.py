@@ -190,18 +190,16 @@ def search(job: Job) -> Plan:
     fitting = [one for one in found if one.verdict != "does not fit"]
     layouts.refused.update(TOO_LARGE for one in found if one.verdict == "does not fit")
     limit = HOPELESS * min((one.days for one in fitting), default=0.0)
-    for one in [one for one in fitting if _computing_days(one) <= limit]:
+    for one in list(fitting):
+        # All its messages between replicas might take no time.
+        computing = sum(map(one.prediction.share, ("compute", "memory", "launch", "bubble")))
+        if one.days * computing > limit:
+            continue
         variants = [job.candidate(layout) for layout in layouts.compressed(one.layout)]
         fitting += [variant for variant in variants if variant.verdict != "does not fit"]
     best = _best_of_each_kind(fitting)
     alike, islands = (tuple(one for one in best if (one.layout.islands > 1) == apart) for apart in (False, True))
     return Plan(alike, islands, tuple(fitting), layouts.refused)
-
-
-def _computing_days(candidate: Candidate) -> float:
-    """Return the days of a layout if all its messages between replicas took no time."""
-    kinds = ("compute", "memory", "launch", "bubble")
-    return candidate.days * sum(candidate.prediction.share(kind) for kind in kinds)
 
 
 def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:

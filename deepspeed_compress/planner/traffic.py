@@ -125,7 +125,8 @@ class DataParallel:
         group = self._replicas
         repeated = layout.accumulation if self._reduces_often else 1
         bits = 0 if layout.shard_within else layout.gradient_bits
-        pieces, (mean, worst) = self._pieces(bits, self.device.software.bucket), self._gradient_widths(bits)
+        pieces = self._pieces(bits, self.device.software.bucket)
+        mean, worst = self._widths(bits, 8 * self.device.gradient)
         if bits:
             message = self._compressed(parameters / pieces, mean, group)
             message = replace(message, seconds=self._compressed(parameters / pieces, worst, group).seconds)
@@ -138,15 +139,8 @@ class DataParallel:
         size = f"{parameters:.3g} elements of {mean:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         whole, window = message.times(pieces * repeated), self._gradient_window(bits)
-        issue = self._issue(pieces * repeated) if bits else 0.0
+        issue = self.device.issued(ISSUE) * pieces * repeated if bits else 0.0
         return Traffic("gradients", whole, window, pieces, coding * repeated, formula, issue)
-
-    def _issue(self, buckets: float) -> float:
-        """Return the seconds that the CPU takes to issue compressed buckets."""
-        return self.device.issued(ISSUE) * buckets
-
-    def _gradient_widths(self, bits: int) -> tuple[float, float]:
-        return self._widths(bits, 8 * self.device.gradient)
 
     def _widths(self, bits: int, plain: float) -> tuple[float, float]:
         """Return the bits of an element: the mean, and that of the rank which owns most of a tied embedding.
@@ -255,14 +249,14 @@ class DataParallel:
         count = layout.island_size // layout.shards
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
-        width, _ = self._gradient_widths(bits)
+        width, _ = self._widths(bits, 8 * self.device.gradient)
         if bits:
             message = self.links.exchange(elements * width / 8, group).times(2)
         else:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
-        issue = self._issue(1) if bits else 0.0
+        issue = self.device.issued(ISSUE) if bits else 0.0
         # FSDP sends each unit's gradients on as soon as its node has their sum.
         early = self.device.software.overlaps and not bits
         pieces = self._pieces(0, self.device.software.bucket) if early else 1
@@ -277,7 +271,7 @@ class DataParallel:
         message = self.links.exchange(payload, group).times(2)
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
-        message, issue = message.times(1 / layout.sync_every), self._issue(1) / layout.sync_every
+        message, issue = message.times(1 / layout.sync_every), self.device.issued(ISSUE) / layout.sync_every
         return Traffic("islands", message, "nothing", 1, coding, formula, issue)
 
 

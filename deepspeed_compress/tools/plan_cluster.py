@@ -17,7 +17,7 @@ from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import has_ranks
 from deepspeed_compress.tools.plan_job import check_options, read_job, read_setup
 from deepspeed_compress.tools.plan_measure import find_measuring_ranks, informative, measure
-from deepspeed_compress.tools.plan_tables import explain, print_choices, print_refused, sequences
+from deepspeed_compress.tools.plan_tables import explain, print_choices, sequences
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,22 +72,16 @@ def _search(job: Job) -> Plan:
     Raises:
         ConfigError: None fits.
     """
-    plan = search(job)
-    if not plan.candidates:
-        print_refused(plan)
-        raise ConfigError(_impossible(plan, job))
-    return plan
-
-
-def _impossible(plan: Plan, job: Job) -> str:
-    """Return the message for a job without any layout."""
-    what = f"{job.software.name} has no layout of {job.model.name} on {job.cluster}"
+    plan, what = search(job), f"{job.software.name} has no layout of {job.model.name} on {job.cluster}"
+    if plan.candidates:
+        return plan
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in plan.refused.most_common())
+    if reasons:
+        print(f"Refused: {reasons}.")
     if plan.refused[TOO_LARGE]:
-        return f"--gpus: {what} that fits into memory; write more GPUs, or GPUs with more memory"
-    return (
-        f"--batch: {what} with {sequences(job)} per step, for the reasons above; write a multiple of "
-        f"{job.cluster.gpus}, or another --software"
-    )
+        raise ConfigError(f"--gpus: {what} that fits into memory; write more GPUs, or GPUs with more memory")
+    multiple = f"a multiple of {job.cluster.gpus}, or another --software"
+    raise ConfigError(f"--batch: {what} with {sequences(job)} per step, for the reasons above; write {multiple}")
 
 
 _UNSET = "is not set; on every node, write NODE_RANK=N MASTER_ADDR=ADDRESS $0 (N from 0; the address of the first node)"

@@ -96,10 +96,16 @@ def _batch(options: argparse.Namespace, seq: int, cluster: Cluster) -> int:
     """
     if options.batch:
         return read_batch(options.batch, seq)
-    batch = None if options.config is None else written_batch(options.config, cluster.gpus)
-    if batch is None:
+    ds_config = {} if options.config is None else read_ds_config(options.config)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, accumulation = (ds_config.get(name) for name in names)
+    if isinstance(whole, int):
+        return whole
+    if not isinstance(micro, int):
         raise ConfigError("--batch: is missing; write the sequences of a step, or a --config with train_batch_size")
-    return batch
+    setup = read_setup(options.config, cluster.per_node)
+    replicas = cluster.gpus // (setup.tensor * setup.pipeline)
+    return micro * replicas * (accumulation if isinstance(accumulation, int) else 1)
 
 
 def read_batch(text: str, seq: int) -> int:
@@ -189,18 +195,6 @@ def read_setup(file: Path, per_node: int) -> Setup:
         **({} if section is None else _bits(file, section)),
         offload=_offload(file, ds_config),
     )
-
-
-def written_batch(file: Path, gpus: int) -> int | None:
-    """Return the sequences of a step that `file` describes on `gpus` GPUs; None if it leaves them open."""
-    ds_config = read_ds_config(file)
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, accumulation = (ds_config.get(name) for name in names)
-    if isinstance(whole, int):
-        return whole
-    setup = read_setup(file, gpus)
-    replicas = gpus // (setup.tensor * setup.pipeline)
-    return micro * replicas * (accumulation if isinstance(accumulation, int) else 1) if isinstance(micro, int) else None
 
 
 def _offload(file: Path, ds_config: Mapping[str, Any]) -> Offload:

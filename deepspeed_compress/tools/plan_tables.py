@@ -141,13 +141,6 @@ def _padding_notes(now: Choice, job: Job) -> Iterator[str]:
         )
 
 
-def print_refused(plan: Plan) -> None:
-    """Print why layouts were refused, and how many for each reason."""
-    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in plan.refused.most_common())
-    if reasons:
-        print(f"Refused: {reasons}.")
-
-
 def explain(candidate: Candidate, job: Job) -> None:
     """Print the terms of a layout, its memory, and its use of the GPUs."""
     prediction = candidate.prediction

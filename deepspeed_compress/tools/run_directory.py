@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS, VERSIONS
 from deepspeed_compress.monitor.journal import CONFIGURATION, EVENTS, Part
@@ -255,7 +256,10 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     summary = read_object(directory / SUMMARY, Summary)
     named = Path((summary or {}).get("monitor_path") or directory)
     ds_config = config if config is not None else _first_object(directory / CONFIGURATION, named / CONFIGURATION)
-    monitor = _monitor([directory, named, *_configured(ds_config)])
+    configured = value_at(ds_config, (SECTION, "monitor", "path"))
+    places = [directory, named, *([Path(configured)] if configured and isinstance(configured, str) else [])]
+    # The statistics may have been moved together with the run.
+    monitor = next((place for place in places if is_file(place / STATISTICS)), directory)
     statistics, events = read_lines(monitor / STATISTICS, Statistic), _all_events(monitor)
     versions = read_lines(monitor / VERSIONS, Figures)
     # Versions may be written before the first step is measured.
@@ -345,18 +349,6 @@ def _parts_of(run: str | None, lines: Iterable[Line]) -> set[Part]:
 def _last_run(lines: Sequence[Line]) -> str | None:
     part = _part(lines[-1]) if lines else None
     return None if part is None else part.id
-
-
-def _configured(ds_config: Line | None) -> list[Path]:
-    section = (ds_config or {}).get(SECTION)
-    monitor = section.get("monitor") if isinstance(section, Mapping) else None
-    path = monitor.get("path") if isinstance(monitor, Mapping) else None
-    return [Path(path)] if path and isinstance(path, str) else []
-
-
-def _monitor(places: Sequence[Path]) -> Path:
-    """Return the directory of the statistics. They may have been moved together with the run."""
-    return next((place for place in places if is_file(place / STATISTICS)), places[0])
 
 
 def _trainer(directory: Path) -> Line | None:

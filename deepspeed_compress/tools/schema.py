@@ -92,7 +92,8 @@ class _Page:
                 methods = ", ".join(self._methods(name))
                 self._titles.setdefault(name, f"{items}: {methods}" if len(names) > 1 else items)
             default = "required" if key in node.get("required", ()) else f"`{self._default(child, names)}`"
-            yield _row(f"`{inside}`", self._type(child, names), default, child["description"])
+            cells = (f"`{inside}`", self._type(child, names), default, child["description"])
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
         for name, items in new:
             yield from self.section(self._titles[name], items, self._defs[name])
 
@@ -124,7 +125,3 @@ class _Page:
 
 def _anchor(title: str) -> str:
     return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"

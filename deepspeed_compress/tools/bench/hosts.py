@@ -86,7 +86,12 @@ class Cluster:
         links.check_machine()
         with contextlib.ExitStack() as undo:
             for namespace in (self._bridge, *self.namespaces):
-                _add_namespace(namespace, undo)
+                links.run_tool("ip", "netns", "add", namespace)
+                undo.callback(links.run_tool, "ip", "netns", "del", namespace, check=False)
+                # Neighbor discovery would be counted as traffic.
+                silent = ("sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+                links.run_tool("ip", "netns", "exec", namespace, *silent, check=False)
+                links.ip(namespace, "link", "set", "lo", "up")
             links.ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
             links.ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
             for host in range(self.hosts):
@@ -277,14 +282,6 @@ def _wait_to_end(processes: Sequence[subprocess.Popen[Any]], patience: float) ->
 def _signal(process: subprocess.Popen[Any], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
-    links.run_tool("ip", "netns", "add", name)
-    undo.callback(links.run_tool, "ip", "netns", "del", name, check=False)
-    # Neighbor discovery would be counted as traffic.
-    links.run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
-    links.ip(name, "link", "set", "lo", "up")
 
 
 def main() -> int:

@@ -83,10 +83,7 @@ def _add_comm(subparsers: Subcommands) -> None:
         "bench comm --kind tensor --emulate 2,5gbit,1gbit",
     ]
     parser = subparsers.add("comm", "tools.bench.comm:run", what, examples)
-    what = (
-        "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline, expert or "
-        "sequence parallelism, with the rate of the link from which on compression costs time (default: collectives)"
-    )
+    what = "collectives, or activations of a kind of parallelism, with the rate from which on compression costs time"
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=what)
     what = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"
     default = [size(text) for text in SIZES]
@@ -117,10 +114,7 @@ def _add_kernels(subparsers: Subcommands) -> None:
 def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add where to measure. Return the group of the options of which only one can be given."""
     where = parser.add_argument_group("hosts")
-    what = (
-        "emulate HOSTS hosts on this machine, with one process each, or RANKS, and links of each RATE, such as "
-        "2,none,1gbit,100mbit or 4x2,1gbit (default: use the processes of a launcher)"
-    )
+    what = "emulated hosts on this machine, such as 2,none,1gbit or 4x2,1gbit (default: the processes of a launcher)"
     chosen = where.add_mutually_exclusive_group()
     chosen.add_argument("--emulate", type=emulation, metavar="HOSTS[xRANKS],RATE[,RATE...]", help=what)
     what = "time limit of one emulated run (default: 1800)"

@@ -5,13 +5,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.config.numbers import shown
+from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, new_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
@@ -62,8 +63,9 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[list[Row], i
     begin, failures, found = time.monotonic(), 0, list[Row]()
     for number, group in enumerate(groups, 1):
         if ranks.is_first:
-            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, ranks.count)}"
-            print(f"{label}: {', '.join(rate or 'this network' for rate in steps)}", flush=True)
+            work = title({"ranks": ranks.count, "workload": asdict(group.workload)})
+            rates = ", ".join(rate or "this network" for rate in steps)
+            print(f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {work}: {rates}", flush=True)
         rows, failure = ranks.run([group.to_job(steps)])
         failures += failure is not None
         found += compared(rows, bool(options.mirror))
@@ -120,13 +122,6 @@ def steps_at(options: argparse.Namespace, rates: Sequence[str | None]) -> Steps:
     return dict(zip(rates, given * len(rates), strict=False))
 
 
-def _title(group: Group, ranks: int) -> str:
-    work = group.workload
-    parts = {"tensor": work.tensor, "pipeline": work.pipeline, "sequence": work.sequence}
-    layout = "".join(f", {name} {size}" for name, size in parts.items() if size > 1)
-    return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} systems"
-
-
 def compared(rows: Sequence[Row], mirror: bool = False) -> list[Row]:
     """Return the rows of a run, fast rates first, with what their comparison shows. Rows of a `mirror` say so.
 
@@ -161,8 +156,8 @@ def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
     of what they send stays inside it, except with hybrid sharding, for which the bytes of a host are returned.
     """
     per_host = row.get("per_host", 1)
-    parallelism = ((row["contender"]["ds_config"] or {}).get(SECTION) or {}).get("parallelism") or {}
-    if per_host > 1 and parallelism.get("shard_within") is None:
+    within = value_at(row["contender"]["ds_config"], (SECTION, "parallelism", "shard_within"))
+    if per_host > 1 and within is None:
         return None
     if "predicted" in row["traffic"][0]:
         return [per_host * rank["predicted"] for rank in row["traffic"]]
@@ -174,10 +169,9 @@ def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
     if other["contender"]["kind"] != OURS or other["rate"] != row["rate"] or _uncompressed(other, rows) is not row:
         return False
     section = with_preset(other["contender"]["ds_config"])
-    weights: Row = section.get("weights") or {}
     # Islands do not exchange the gradients of all ranks, and `auto` may leave them to DeepSpeed.
     whole = not section.get("islands") and "auto" not in section
-    return bool(weights.get("method", "none") == "none" and whole)
+    return whole and value_at(section, ("weights", "method")) in (None, "none")
 
 
 def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:

@@ -19,16 +19,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tables import new_console, new_table
-from deepspeed_compress.tools.tune.search import (
-    Budget,
-    Outcome,
-    Round,
-    best,
-    loss_gap,
-    make_rungs,
-    reasons,
-    search,
-)
+from deepspeed_compress.tools.tune.search import Budget, Outcome, Round, best, loss_gap, make_rungs, reasons, search
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate, find_candidates, load_space
 from deepspeed_compress.tools.tune.trials import EXPERIMENTS, Result, Trials, with_config
 

@@ -4,6 +4,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.patching import Undo, replace_methods
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.safe_files import write_text
-from deepspeed_compress.tools.tune.trials import TRIAL, Task
+from deepspeed_compress.tools.tune.trials import LINES, TRIAL, Task
 
 
 class Recorder:
@@ -72,7 +73,7 @@ class Recorder:
             sent = None if found is None else sum(getattr(found, kind) or 0 for kind in KINDS)
             elapsed = 1e3 * (self._times[step] - self._times[step - 1])
             lines.append(json.dumps({"step": step, "loss": loss, "step_ms": elapsed, "bytes": sent}) + "\n")
-        write_text(self.task.lines, "".join(lines))
+        write_text(Path(self.task.directory) / LINES, "".join(lines))
 
 
 class EngineWatcher:

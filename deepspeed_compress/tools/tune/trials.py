@@ -93,10 +93,6 @@ class Task:
     steps: int
     directory: str
 
-    @property
-    def lines(self) -> Path:
-        return Path(self.directory) / LINES
-
 
 def trial_config(ds_config: Mapping[str, Any], candidate: Candidate, task: Task) -> dict[str, Any]:
     """Return the configuration of a trial: `ds_config` with the candidate's section, adapted to a short schedule.
