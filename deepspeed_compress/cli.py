@@ -151,7 +151,7 @@ COMMANDS = (
         "List every error of the deepspeed_compress section, or show it with its defaults.",
         ("check ds_config.json", "check ds_config.json --world-size 8"),
         "tools.options:add_check_arguments",
-        "tools.check:run",
+        "tools.schema:check",
     ),
     Command(
         "checkpoint",

@@ -1,6 +1,6 @@
 """Output of ``ds-compress plan cluster``: the choices, and the terms of one."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from deepspeed_compress.choice_names import LOSS, TIMES
 from deepspeed_compress.config.numbers import short
@@ -24,20 +24,21 @@ def sequences(job: Job) -> str:
     return f"{job.batch} sequence{'s' if job.batch > 1 else ''}"
 
 
-_MARKS = {"fits": "", "tight": "?", "does not fit": "!"}
-"""Marks of memory by verdict."""
+_MEMORY = {
+    "tight": "? Memory is tight: it fits only if the estimate is right.",
+    "does not fit": "! It does not fit into memory, by the estimate.",
+}
+"""Notes about memory by verdict, which begin with the mark of those rows."""
 
 
-def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
-    verdicts = {one.verdict for one in shown}
-    if "tight" in verdicts:
-        yield "? Memory is tight: it fits only if the estimate is right."
-    if "does not fit" in verdicts:
-        yield "! It does not fit into memory, by the estimate."
-
-
-def _doubts(plan: Plan, job: Job) -> Iterator[str]:
-    """Yield what speaks against the batch, or against the prediction."""
+def _doubts(now: Candidate, plan: Plan, job: Job) -> Iterator[str]:
+    """Yield what packing documents would gain, and what speaks against the batch, or against the prediction."""
+    if job.mean_length:
+        gain = packing_gain(job, now)
+        yield (
+            f"{1 - job.trained:.0%} of the tokens are padding. Packed documents with attention inside each "
+            f"(FlashAttention's varlen kernels) train {gain:.2g} times as many tokens per second in row 1."
+        )
     better = better_batch(job, plan)
     if better is not None:
         yield f"With {better[0]} sequences per step, {better[1]:.0%} more tokens would be trained per second."
@@ -62,8 +63,9 @@ def print_choices(
     # A narrower table would break the names of layouts.
     new_console(WIDTH).print(table)
     everything = [*found, *others]
-    for line in _memory_notes([one.candidate for one in everything]):
-        print(line)
+    for verdict, note in _MEMORY.items():
+        if any(one.candidate.verdict == verdict for one in everything):
+            print(note)
     if any(" %" in one.loss for one in everything):
         size = "" if job.model.parameters <= MEASURED else ", not at this size"
         print(f"Loss: measured with up to {short(MEASURED)} parameters{size}.")
@@ -75,7 +77,8 @@ def print_choices(
         print(f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}.")
     if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
         print("Nothing that trains as now is more than a tenth faster.")
-    for line in (*_kind_notes(found[0].candidate, plan, job), *_padding_notes(found[0], job), *_doubts(plan, job)):
+    now = found[0].candidate
+    for line in (*_kind_notes(now, plan, job), *_doubts(now, plan, job)):
         print(line)
     print("--choose N --output DIR writes the files of a row, --explain N shows its terms.")
 
@@ -90,7 +93,7 @@ def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:
         f"{choice.seconds:.3g} ({low:.3g}-{high:.3g})",
         f"{seconds / choice.seconds:.2g}",
         f"{candidate.days:.3g}",
-        f"{memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}{host}",
+        f"{memory.total / 1e9:.0f} GB{_MEMORY.get(candidate.verdict, '')[:1]}{host}",
         f"{sent / 1e9:.3g} GB",
         choice.loss,
     )
@@ -129,16 +132,6 @@ def _division_notes(kinds: Sequence[Kind], gain: float, now: Candidate) -> Itera
         "DeepSpeed divides batches equally. With data loaders of your own, micro-batches may differ if each rank "
         "multiplies its loss by its sequences x ranks / sequences of all."
     )
-
-
-def _padding_notes(now: Choice, job: Job) -> Iterator[str]:
-    """Yield what packing documents would gain, if they are padded."""
-    if job.mean_length:
-        gain = packing_gain(job, now.candidate)
-        yield (
-            f"{1 - job.trained:.0%} of the tokens are padding. Packed documents with attention inside each "
-            f"(FlashAttention's varlen kernels) train {gain:.2g} times as many tokens per second in row 1."
-        )
 
 
 def explain(candidate: Candidate, job: Job) -> None:

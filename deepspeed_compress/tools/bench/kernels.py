@@ -71,16 +71,12 @@ def _message(form: BlockFormat, x: Tensor) -> tuple[MessageTable, Tensor]:
     return single(x.numel(), size), torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
-def _top_k(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Return a call that finds the indices of the largest elements of each block."""
-    rows = x[: x.numel() // TOP_K_BLOCK * TOP_K_BLOCK].view(-1, TOP_K_BLOCK)
-    k = math.ceil(DENSITY * TOP_K_BLOCK)
+def _top_k(kernels: Kernels, x: Tensor, block: int | None) -> Callable[[], object]:
+    """Return a call that finds the indices of the largest elements of each block, or of all elements without one."""
+    block = block or x.numel()
+    rows = x[: x.numel() // block * block].view(-1, block)
+    k = math.ceil(DENSITY * block)
     return lambda: kernels.top_k_rows(rows, k)
-
-
-def _top_k_all(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Return a call that finds the indices of the largest of all elements."""
-    return lambda: kernels.top_k_rows(x.view(1, -1), math.ceil(DENSITY * x.numel()))
 
 
 def _transform(name: str, kernels: Kernels, x: Tensor, side: int) -> Callable[[], object]:
@@ -128,8 +124,8 @@ OPERATIONS: Mapping[str, Prepare] = {
     "decode-accumulate int4": partial(_sum, INT4),
     "decode-accumulate sign": partial(_sum, SIGN),
     "decode-accumulate int4, 8 ranks": partial(_sum, INT4, ranks=8),
-    "block top-k 1 % of 4096": _top_k,
-    "top-k 1 % of all": _top_k_all,
+    "block top-k 1 % of 4096": partial(_top_k, block=TOP_K_BLOCK),
+    "top-k 1 % of all": partial(_top_k, block=None),
     "DCT, tiles of 64 x 64": partial(_transform, "dct_tiles", side=64),
     "Hadamard, blocks of 1024": partial(_transform, "hadamard_tiles", side=32),
     "quantize rows": _quantize_rows,

@@ -20,10 +20,10 @@ from deepspeed_compress.planner.measured import Probe, predict_probe, predict_st
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.tools import plan_cluster, plan_measure
+from deepspeed_compress.tools import plan_cluster
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import find_measuring_ranks, measure
+from deepspeed_compress.tools.plan_cluster import find_measuring_ranks, measure
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -142,7 +142,7 @@ class MixedRanks(EmulatedRanks):
 
 
 def test_ranks_with_several_kinds_of_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_measure, "find_ranks", lambda *_: MixedRanks(Emulation(2, ("100mbit",), 2), 10.0))
+    monkeypatch.setattr(plan_cluster, "find_ranks", lambda *_: MixedRanks(Emulation(2, ("100mbit",), 2), 10.0))
     with (
         pytest.raises(ConfigError, match=r"write --gpus 2xCPU\+2xL4, without a launcher"),
         find_measuring_ranks(None, 10.0, JOB.cluster),
