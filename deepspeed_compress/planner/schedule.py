@@ -79,16 +79,6 @@ class MicroBatch:
         layer = self.layer.forward + self.layer.backward + self.again
         return layer.times(self.layers) + (self.head.forward + self.head.backward).times(self.heads)
 
-    @property
-    def waiting(self) -> float:
-        """Seconds in which the GPU waits for the CPU."""
-        return self.forward + self.backward - self.work.busy
-
-    @property
-    def ahead(self) -> float:
-        """Seconds by which the CPU has issued this work before the GPU has done it."""
-        return max(0.0, self.work.busy - self.work.cpu)
-
 
 def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> MicroBatch:
     """Return the work of a micro-batch on the slowest stage."""
@@ -102,13 +92,15 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
     """Return the terms whose seconds add up to those of a step."""
     stage = largest_stage(model, layout)
     traffic = list(DataParallel(links, device, model, layout, stage).all())
+    # The CPU has issued a micro-batch before the GPU has done it.
+    ahead = layout.accumulation * max(0.0, batch.work.busy - batch.work.cpu)
     terms = [
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
         _optimizer(links, device, stage, layout),
         _orthogonalization(device, model, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
-        _issuing(traffic, layout.accumulation * batch.ahead),
+        _issuing(traffic, ahead),
     ]
     return [term for term in terms if term.busy > _NOTHING]
 
@@ -142,7 +134,8 @@ def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
 
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
-    idle = device.issued(device.software.idle) * (batch.forward + batch.backward)
+    taken = batch.forward + batch.backward
+    idle = device.issued(device.software.idle) * taken
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {constants.origin}"
     program = f"{device.software.name}: software.py"
@@ -153,7 +146,7 @@ def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Te
         ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
         ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
         ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", constants.origin),
-        ("waiting for the CPU", "launch", batch.waiting, f"{1e3 * batch.work.cpu:.3g} ms to issue, {issued}", program),
+        ("waiting for the CPU", "launch", taken - work.busy, f"{1e3 * work.cpu:.3g} ms to issue, {issued}", program),
         ("idle GPU", "launch", idle, f"{device.issued(device.software.idle):g} of the computation", program),
     )
     for name, kind, seconds, formula, source in rows:

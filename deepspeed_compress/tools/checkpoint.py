@@ -16,7 +16,7 @@ from pathlib import Path
 
 from deepspeed_compress.checkpointing.completeness import LATEST_UNIVERSAL, Checkpoint, find_problems
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
-from deepspeed_compress.config.numbers import UNKNOWN, size
+from deepspeed_compress.config.numbers import shown, size
 from deepspeed_compress.errors import DataError, StateError
 from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.outputs.report import printable
@@ -45,7 +45,7 @@ def list_all(options: argparse.Namespace) -> int:
         written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
         origin = "every" if one.automatic else "the program"
         state = ("complete" if one.complete else "incomplete") + (", latest" if one.tag == latest else "")
-        figures = (_shown(one.step), _shown(one.world), size(one.size))
+        figures = (shown(one.step, ",.0f"), shown(one.world, ",.0f"), size(one.size))
         rows.append((printable(one.tag), *figures, written, origin, state))
     # Other commands take the tag as an argument, so it must not be wrapped.
     print_table("", columns, rows, texts, least=WIDTH)
@@ -53,10 +53,6 @@ def list_all(options: argparse.Namespace) -> int:
         if one.problem:
             print(f"error: {printable(one.problem)}")
     return 0
-
-
-def _shown(number: int | None) -> str:
-    return UNKNOWN if number is None else f"{number:,}"
 
 
 def verify(options: argparse.Namespace) -> int:

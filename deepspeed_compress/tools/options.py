@@ -130,10 +130,8 @@ def _add_cluster_arguments(subjects: Subcommands) -> None:
         "plan cluster --model 7B --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --config now.json",
-        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --choose 2 "
-        "--output plan",
-        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 64 --seq 2048 --software hf "
-        "--lora-rank 16",
+        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --choose 2 --output plan",
+        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 64 --software hf --lora-rank 16",
         "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
     ]
     cluster = subjects.add("cluster", "tools.plan_cluster:run", what, examples)

@@ -133,10 +133,8 @@ def _bits_of_exchange(settings: Islands) -> float:
     if exchange.method == "none":
         return 32.0
     if not isinstance(exchange, MethodConfig):
-        raise ConfigError(
-            f'/deepspeed_compress/islands/exchange/method: the bytes of "{exchange.method}" depend on shapes, so they '
-            'cannot be planned (allowed: other methods); write {"method": "blockwise", "bits": 4}'
-        )
+        key, method = "/deepspeed_compress/islands/exchange/method", exchange.method
+        raise ConfigError(f'{key}: the bytes of "{method}" depend on shapes; write another method, such as "blockwise"')
     return exchange.bits_per_element()
 
 

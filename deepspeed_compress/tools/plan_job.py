@@ -58,10 +58,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if emulated is not None:
         written = (options.gpus, options.network, options.gpus_per_node, options.hostfile)
         if any(written) or len(emulated.rates) > 1 or emulated.rates == ("none",):
-            raise ConfigError(
-                "--emulate: describes all hosts and one rate; write 2x2,1gbit, for example, and leave out --gpus, "
-                "--gpus-per-node, --hostfile and --network"
-            )
+            raise ConfigError("--emulate: describes all hosts and one rate; write 2x2,1gbit, and no other cluster")
         return read_cluster(f"{emulated.ranks}xCPU", emulated.rates[0], emulated.per_host)
     if options.gpus is None:
         return _found_cluster(options)
@@ -132,11 +129,8 @@ def read_count(text: str, option: str = "--tokens") -> float:
     Raises:
         ConfigError: The text is no such number.
     """
-    match = re.fullmatch(r"([0-9.]+)([kmbt]?)", text.strip().lower())
-    try:
-        number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
-    except ValueError:
-        number = 0.0
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([kmbt]?)", text.strip().lower())
+    number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
     if not 0 < number < MOST_COUNT:
         raise ConfigError(f"{option}: {text!r} is not a number below {MOST_COUNT:g}; write 300B, for example")
     return number
@@ -207,10 +201,8 @@ def _offload(file: Path, ds_config: Mapping[str, Any]) -> Offload:
     devices = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
     found = _OFFLOADS.get(tuple(devices))
     if found is None:
-        raise ConfigError(
-            f'--config {file}: "offload_optimizer" to {devices[0]} with "offload_param" to {devices[1]} is not '
-            'predicted (allowed: neither, the first, or both to "cpu"); name a file without it'
-        )
+        moved = f'"offload_optimizer" to {devices[0]} with "offload_param" to {devices[1]}'
+        raise ConfigError(f'--config {file}: {moved} is not predicted; write "cpu" for neither, the first, or both')
     return found
 
 

@@ -83,7 +83,6 @@ def _command(options: argparse.Namespace, arguments: Sequence[str], agent: bool,
     return program_command(program, arguments[1:], own)
 
 
-_LOCAL_ONLY = ("127.0.0.1", 0)
 _SERVICE = Service(SUPERVISOR, FROM_AGENTS)
 _AGENT_OPTIONS: Mapping[str, object] = {
     "ranks": None,
@@ -155,7 +154,7 @@ def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credentials) -> Iterator[tuple[str, int]]:
     """Yield the address of the supervisor, and run it in this process if the address is this host's and still free."""
     try:
-        host, port = _LOCAL_ONLY if rendezvous is None else parse_address(rendezvous)
+        host, port = ("127.0.0.1", 0) if rendezvous is None else parse_address(rendezvous)
     except ValueError as error:
         raise ConfigError(f"--rendezvous: {error}") from error
     listen_address, server = _listen_address(host), None

@@ -262,26 +262,15 @@ def end_groups(processes: Sequence[subprocess.Popen[Any]], patience: float = 5) 
 
     Processes have `patience` seconds to end, and as many again once they are killed.
     """
-    for process in processes:
-        if process.poll() is None:
-            _signal(process, signal.SIGTERM)
-    _wait_to_end(processes, patience)
-    for process in processes:
-        _signal(process, signal.SIGKILL)
-    _wait_to_end(processes, patience)
-
-
-def _wait_to_end(processes: Sequence[subprocess.Popen[Any]], patience: float) -> None:
-    """Wait until all processes have ended, for at most `patience` seconds."""
-    deadline = time.monotonic() + patience
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _signal(process: subprocess.Popen[Any], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+    living = [process for process in processes if process.poll() is None]
+    for number, receivers in ((signal.SIGTERM, living), (signal.SIGKILL, processes)):
+        for process in receivers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def main() -> int:

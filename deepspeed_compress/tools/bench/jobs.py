@@ -157,10 +157,8 @@ def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> Job
         check_machine()
         return EmulatedRanks(emulation, timeout)
     if not has_ranks(emulation):
-        raise ConfigError(
-            "a single process has nothing to communicate with; write --emulate HOSTS,RATE, such as --emulate 2,1gbit, "
-            f"or start it with torchrun --no-python --nproc-per-node N ds-compress {command} ..."
-        )
+        start = f"start it by torchrun --no-python --nproc-per-node N ds-compress {command} ..."
+        raise ConfigError(f"a single process has nothing to communicate with; write --emulate 2,1gbit, or {start}")
     return LaunchedRanks()
 
 

@@ -47,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.output.exists():
         raise ConfigError(f"--output {options.output}: exists, and a file holds one run; write another one")
-    with _find_ranks(options) as ranks:
+    if options.mirror:
+        _check_mirrored(_groups(options, options.mirror))
+    mirror = LaunchedRanks(options.mirror) if options.mirror else None
+    with mirror or find_ranks(options.emulate, options.timeout, "bench step") as ranks:
         rows, failures = _measure(options, ranks)
     if ranks.is_first:
         print_steps(rows)
@@ -72,13 +75,6 @@ def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[list[Row], i
         if ranks.is_first:
             save_document(new_document(found), options.output)
     return found, failures
-
-
-def _find_ranks(options: argparse.Namespace) -> JobRanks:
-    if not options.mirror:
-        return find_ranks(options.emulate, options.timeout, "bench step")
-    _check_mirrored(_groups(options, options.mirror))
-    return LaunchedRanks(options.mirror)
 
 
 def _check_mirrored(groups: Sequence[Group]) -> None:

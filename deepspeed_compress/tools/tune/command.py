@@ -3,6 +3,7 @@
 import argparse
 import math
 import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tables import new_console, new_table
-from deepspeed_compress.tools.tune.search import Budget, Outcome, Round, best, loss_gap, make_rungs, reasons, search
+from deepspeed_compress.tools.tune.search import Outcome, Round, best, loss_gap, make_rungs, reasons, search
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate, find_candidates, load_space
 from deepspeed_compress.tools.tune.trials import EXPERIMENTS, Result, Trials, with_config
 
@@ -176,11 +177,13 @@ def run(options: argparse.Namespace) -> int:
     (options.output / EXPERIMENTS).mkdir(parents=True, exist_ok=True)
     lines = [f"{len(candidates) - 1} candidates: {', '.join(candidate.name for candidate in candidates[1:])}"]
     _print(console, [*lines, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
-    rungs, budget = make_rungs(options.steps, options.rungs, options.target_loss_gap), Budget(options.time_budget)
+    rungs = make_rungs(options.steps, options.rungs, options.target_loss_gap)
+    end = time.monotonic() + (math.inf if options.time_budget is None else options.time_budget)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
     # The running trial is in a session of its own, so it must be ended by this process.
     with signals_as_exceptions():
-        outcome = search(candidates, rungs, trials, options.metric, budget, lambda line: _print(console, [line]))
+        left, say = lambda: end - time.monotonic(), lambda line: _print(console, [line])
+        outcome = search(candidates, rungs, trials, options.metric, left, say)
     summary = summarise(outcome, candidates, left_out, options.target_loss_gap, options.metric)
     _write(summary, ds_config, options, console)
     return 0 if outcome.failure is None else 1
@@ -196,10 +199,8 @@ def _check(
     from deepspeed_compress.integrations.launch import launch_command
 
     if options.metric == "step_time" and value_at(ds_config, (SECTION, "communication", "max_rate")) is not None:
-        raise ConfigError(
-            f"/{SECTION}/communication/max_rate: uncompressed trials have no such limit, so step times cannot be "
-            "compared (allowed: null). Remove the key and limit the link itself with tc, or pass --metric bytes"
-        )
+        key = f"/{SECTION}/communication/max_rate"
+        raise ConfigError(f"{key}: uncompressed trials have no such limit; limit the link by tc, or set --metric bytes")
     if options.output.is_dir() and any(options.output.iterdir()) and not (options.output / EXPERIMENTS).is_dir():
         raise ConfigError(f"--output {options.output}: holds something else; choose a new directory")
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))

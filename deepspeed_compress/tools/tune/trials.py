@@ -154,10 +154,7 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     """
     named = [place for place, _, value in _values(arguments) if value and Path(value).resolve() == config.resolve()]
     if not named:
-        raise ConfigError(
-            f"--config {config}: no argument of the command names this file, but trials need files of their own; write "
-            f"it as an argument of the script or the launcher, such as SCRIPT --deepspeed {config}"
-        )
+        raise ConfigError(f"--config {config}: no argument of the command names this file; add --deepspeed {config}")
     return _with_values(arguments, named, str(replacement))
 
 
@@ -227,7 +224,7 @@ class Trials:
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
         """Return the result of this trial if it has finished, in this call or an earlier one, else None."""
-        command = _written(self._command(candidate, rung))
+        command = shlex.join(self._command(candidate, rung)) + "\n"
         return finished_before(self.directory(candidate, rung), self._config_of(candidate, rung), command)
 
     def run(self, candidate: Candidate, rung: Rung, seconds: float) -> Result:
@@ -240,7 +237,7 @@ class Trials:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_json(directory / CONFIG, self._config_of(candidate, rung), private=True)
-        write_text(directory / COMMAND, _written(command), private=True)
+        write_text(directory / COMMAND, shlex.join(command) + "\n", private=True)
         begin = time.monotonic()
         code = _wait(command, directory, begin + seconds)
         result = _result(candidate.name, directory, code, time.monotonic() - begin)
@@ -258,11 +255,6 @@ class Trials:
         task = Task(rung.steps, str(self.directory(candidate, rung)))
         # Compare and pass it as it will be read: tuples of the section become lists in a file.
         return json.loads(json.dumps(trial_config(self.ds_config, candidate, task)))
-
-
-def _written(command: Sequence[str]) -> str:
-    """Return a command as its file holds it."""
-    return shlex.join(command) + "\n"
 
 
 def _wait(command: Sequence[str], directory: Path, deadline: float) -> int | None:
