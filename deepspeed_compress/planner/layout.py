@@ -271,19 +271,12 @@ class Layouts:
     def _of_megatron(self, layout: Layout) -> Iterator[Layout]:
         """Yield layouts with interleaved stages or sequence parallelism, which only Megatron has."""
         if self.model.rank or self.model.experts > 1 or self.model.layers % layout.pipeline:
-            self.refused[
-                "Megatron is predicted without LoRA and experts, and with equally many layers in all stages"
-            ] += 1
+            self.refused["Megatron is predicted without LoRA and experts, and with equally large stages"] += 1
             return
+        plain = replace(layout, zero=1 if layout.data > 1 else 0, sequence_parallel=layout.tensor > 1)
         for virtual in _interleavings(self.model.layers, layout):
             for recompute in ("none", "selective", "full"):
-                yield replace(
-                    layout,
-                    zero=1 if layout.data > 1 else 0,
-                    virtual=virtual,
-                    recompute=recompute,
-                    sequence_parallel=layout.tensor > 1,
-                )
+                yield replace(plain, virtual=virtual, recompute=recompute)
 
     def _islands(self, layout: Layout) -> Iterator[Layout]:
         """Yield islands of whole nodes. In islands of one replica, all ZeRO stages are alike."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.cluster import Group, Links, Message
+from deepspeed_compress.planner.cluster import Links, Message
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
@@ -138,9 +138,7 @@ def predict_probe(job: Job, probe: Probe, constants: Constants) -> float:
     return PREDICTED[probe.kind](changed.device, changed.links, *probe.sizes)
 
 
-def _sent(
-    collective: Callable[[Links, float, Group], Message], _: Device, links: Links, size: float, ranks: float
-) -> float:
+def _sent(collective: Callable[..., Message], _: Device, links: Links, size: float, ranks: float) -> float:
     return collective(links, size, links.group(int(ranks), 1)).seconds
 
 

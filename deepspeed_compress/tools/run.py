@@ -83,17 +83,9 @@ def _command(options: argparse.Namespace, arguments: Sequence[str], agent: bool,
     return program_command(program, arguments[1:], own)
 
 
-_SERVICE = Service(SUPERVISOR, FROM_AGENTS)
-_AGENT_OPTIONS: Mapping[str, object] = {
-    "ranks": None,
-    "hosts": 1,
-    "spares": 0,
-    "rendezvous": None,
-    "hang": "10 min",
-    "grace": "30 s",
-    "wait": "10 min",
-}
-"""Defaults of the options that require `--restarts`."""
+_TIMES: Mapping[str, object] = {"hang": "10 min", "grace": "30 s", "wait": "10 min"}
+_AGENT_OPTIONS = {"ranks": None, "hosts": 1, "spares": 0, "rendezvous": None, **_TIMES}
+"""Options that require `--restarts`, with their defaults."""
 
 
 def uses_agent(options: argparse.Namespace) -> bool:
@@ -160,7 +152,8 @@ def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credent
     listen_address, server = _listen_address(host), None
     # It is not served here if it is that of another host, or if another agent of this host serves it.
     with suppress(OSError):
-        server = MachineServer(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
+        service = Service(SUPERVISOR, FROM_AGENTS)
+        server = MachineServer(service, supervisor, None, listen_address, port, _log, credentials)
     if server is None:
         yield host, port
         return

@@ -76,13 +76,14 @@ def set_rate(namespace: str, device: str, rate: str) -> None:
     The burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate. The queue
     holds 50 ms of the rate.
     """
+    discipline = ("tc", "-n", namespace, "qdisc")
     if rate == UNLIMITED:
-        _tc(namespace, "del", "dev", device, "root", check=False)
+        run_tool(*discipline, "del", "dev", device, "root", check=False)
         return
     bits = bits_per_second(rate)
     burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
     limits = ("rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue))
-    _tc(namespace, "replace", "dev", device, "root", "tbf", *limits)
+    run_tool(*discipline, "replace", "dev", device, "root", "tbf", *limits)
 
 
 def set_own_rate(rate: str) -> None:
@@ -95,10 +96,6 @@ def set_own_rate(rate: str) -> None:
         return
     set_rate(f"{prefix}-{host}", DEVICE, rate)
     set_rate(f"{prefix}-bridge", f"port{host}", rate)
-
-
-def _tc(namespace: str, *arguments: str, check: bool = True) -> None:
-    run_tool("tc", "-n", namespace, "qdisc", *arguments, check=check)
 
 
 def ip(namespace: str, *arguments: str) -> None:
