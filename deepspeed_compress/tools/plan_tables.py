@@ -62,25 +62,29 @@ def print_choices(
         table.add_row(str(number), *_choice_cells(choice, found[0].seconds, job))
     # A narrower table would break the names of layouts.
     new_console(WIDTH).print(table)
+    now = found[0].candidate
+    for line in (*_notes(found, others, job, measured), *_kind_notes(now, plan, job), *_doubts(now, plan, job)):
+        print(line)
+    print("--choose N --output DIR writes the files of a row, --explain N shows its terms.")
+
+
+def _notes(found: Sequence[Choice], others: Sequence[Choice], job: Job, measured: Measured | None) -> Iterator[str]:
+    """Yield what the figures of the table mean, and which of them were measured."""
     everything = [*found, *others]
     for verdict, note in _MEMORY.items():
         if any(one.candidate.verdict == verdict for one in everything):
-            print(note)
+            yield note
     if any(" %" in one.loss for one in everything):
         size = "" if job.model.parameters <= MEASURED else ", not at this size"
-        print(f"Loss: measured with up to {short(MEASURED)} parameters{size}.")
+        yield f"Loss: measured with up to {short(MEASURED)} parameters{size}."
     if others:
-        print("Below the line, training itself changes.")
-    print(f'Ranges mostly move together, so "{TIMES}" is more certain than seconds.')
+        yield "Below the line, training itself changes."
+    yield f'Ranges mostly move together, so "{TIMES}" is more certain than seconds.'
     if measured is not None:
         steps = [f"{step.layout} ({step.seconds:.3g} s)" for step in measured.steps]
-        print(f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}.")
+        yield f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}."
     if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
-        print("Nothing that trains as now is more than a tenth faster.")
-    now = found[0].candidate
-    for line in (*_kind_notes(now, plan, job), *_doubts(now, plan, job)):
-        print(line)
-    print("--choose N --output DIR writes the files of a row, --explain N shows its terms.")
+        yield "Nothing that trains as now is more than a tenth faster."
 
 
 def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:

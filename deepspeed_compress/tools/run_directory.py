@@ -256,10 +256,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     summary = read_object(directory / SUMMARY, Summary)
     named = Path((summary or {}).get("monitor_path") or directory)
     ds_config = config if config is not None else _first_object(directory / CONFIGURATION, named / CONFIGURATION)
-    configured = value_at(ds_config, (SECTION, "monitor", "path"))
-    places = [directory, named, *([Path(configured)] if configured and isinstance(configured, str) else [])]
-    # The statistics may have been moved together with the run.
-    monitor = next((place for place in places if is_file(place / STATISTICS)), directory)
+    monitor = _find_statistics(directory, named, value_at(ds_config, (SECTION, "monitor", "path")))
     statistics, events = read_lines(monitor / STATISTICS, Statistic), _all_events(monitor)
     versions = read_lines(monitor / VERSIONS, Figures)
     # Versions may be written before the first step is measured.
@@ -349,6 +346,12 @@ def _parts_of(run: str | None, lines: Iterable[Line]) -> set[Part]:
 def _last_run(lines: Sequence[Line]) -> str | None:
     part = _part(lines[-1]) if lines else None
     return None if part is None else part.id
+
+
+def _find_statistics(directory: Path, named: Path, configured: object) -> Path:
+    """Return the directory of the statistics. They may have been moved together with the run."""
+    places = [directory, named, *([Path(configured)] if configured and isinstance(configured, str) else [])]
+    return next((place for place in places if is_file(place / STATISTICS)), directory)
 
 
 def _trainer(directory: Path) -> Line | None:
