@@ -154,8 +154,8 @@ def load_space(file: Path) -> dict[str, Patch]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"--space {file}: cannot be read as a list of objects ({error}). {_EXAMPLE}") from error
     if not named or len(set(valid)) < len(named):
-        others = f"other than {BASELINE!r} and {FILE!r}"
-        raise ConfigError(f"--space {file}: needs unique names of letters, digits and . + - _, {others}. {_EXAMPLE}")
+        once = f"each once, other than {BASELINE!r} and {FILE!r}"
+        raise ConfigError(f"--space {file}: needs names of letters, digits and . + - _, {once}. {_EXAMPLE}")
     return dict(named)
 
 

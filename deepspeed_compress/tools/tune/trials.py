@@ -154,7 +154,8 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     """
     named = [place for place, _, value in _values(arguments) if value and Path(value).resolve() == config.resolve()]
     if not named:
-        raise ConfigError(f"--config {config}: no argument of the command names this file; add --deepspeed {config}")
+        problem = "no argument of the command names this file"
+        raise ConfigError(f"--config {config}: {problem}; write SCRIPT --deepspeed {config}, for example")
     return _with_values(arguments, named, str(replacement))
 
 
