@@ -234,7 +234,7 @@ def read_constants(file: Path, gpu: str) -> Constants:
         values = {name: float(value) for name, value in found["constants"].items()}
         measured = str(found["gpu"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--constants {file}: has no constants; write a file that --measure wrote") from error
+        raise ConfigError(f"--constants {file}: cannot be read; write a file that --measure wrote") from error
     names = {field.name for field in fields(Constants)}
     if set(values) != names or not all(0 < value < float("inf") for value in values.values()):
         raise ConfigError(f"--constants {file}: must have a positive number for each of {', '.join(sorted(names))}")
