@@ -132,7 +132,7 @@ def emulation(text: str) -> Emulation:
     hosts, _, per_host = machines.partition("x")
     ranks = (per_host or "1").lstrip("0")
     if not (hosts.isdecimal() and 2 <= int(hosts) <= 250 and ranks.isdecimal() and rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: write 2 to 250 hosts[xRANKS], and rates: 2,1gbit or 4x2,1gbit")
+        raise argparse.ArgumentTypeError(f"{text!r}: write 2 to 250 hosts[xRANKS] and rates, such as 4x2,1gbit")
     for one in rates:
         rate(one)
     return Emulation(int(hosts), tuple(rates), int(ranks))
