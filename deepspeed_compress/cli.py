@@ -149,7 +149,7 @@ COMMANDS = (
         "check",
         "List every error of the deepspeed_compress section, or show it with its defaults.",
         "tools.options:add_check_arguments",
-        "tools.check:run",
+        "tools.schema:check",
         ("check ds_config.json", "check ds_config.json --world-size 8"),
     ),
     Command(

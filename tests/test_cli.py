@@ -157,6 +157,6 @@ def test_ctrl_c_stops_without_a_traceback(
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deepspeed_compress.tools.check.read_ds_config", pressed)
+    monkeypatch.setattr("deepspeed_compress.tools.schema.read_ds_config", pressed)
     assert main(["check", write({})]) == 130
     assert capsys.readouterr().err == "ds-compress: stopped\n"

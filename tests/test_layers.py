@@ -207,7 +207,6 @@ TABLE = {
     "integrations.followed": allow("errors session.patches", "torch", lazily="backends"),
     "tools": allow(),
     "tools.arguments": allow("tools.bench.links", lazily="config"),
-    "tools.check": allow("config"),
     "tools.checkpoint": allow(
         "checkpointing.completeness checkpointing.directory config errors safe_files tools.outputs tools.tables",
         lazily="checkpointing.deepspeed.resharding deepspeed rich torch",
@@ -229,11 +228,12 @@ TABLE = {
     ),
     "tools.plan": allow("config errors policy tools.plan_job tools.tables"),
     "tools.plan_cluster": allow(
-        "errors planner safe_files tools.bench.jobs tools.plan_tables tools.plan_job tools.plan_measure"
+        "errors planner safe_files tools.bench.jobs tools.bench.options tools.bench.workload tools.plan_tables "
+        "tools.plan_job",
+        "rich",
     ),
     "tools.plan_job": allow("config errors planner", lazily="torch"),
     "tools.plan_tables": allow("choice_names config.numbers planner tools.tables"),
-    "tools.plan_measure": allow("errors planner tools.bench.jobs tools.bench.options tools.bench.workload", "rich"),
     "tools.run_directory": allow("config errors monitor safe_files tools.outputs", "pydantic"),
     "tools.time_to_loss": allow(
         "config.numbers errors monitor tools.plots tools.run_directory tools.tables", lazily="matplotlib"

@@ -42,7 +42,6 @@ LIGHT = [
     "deepspeed_compress.cli",
     "deepspeed_compress.monitor",
     "deepspeed_compress.policy",
-    "deepspeed_compress.tools.check",
     "deepspeed_compress.tools.lint",
     "deepspeed_compress.tools.lint.command",
     "deepspeed_compress.tools.bench.options",

@@ -1,13 +1,21 @@
-"""Choices of a user: the layout that runs now, and layouts that send less, in the order in which one would try them."""
+"""Choices of a user: the layout that runs now, and layouts that send less, in the order in which one would try them.
+
+Next to these: what round batches and packed documents would gain, and, with GPUs of several kinds, a division of the
+batch for their rates, and the best kind alone.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from deepspeed_compress.choice_names import AS_NOW, NOW, in_bits, inside_nodes, islands
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.gpus import Gpu
 from deepspeed_compress.planner.layout import MICRO_BATCHES, Layout, Layouts, Offload
-from deepspeed_compress.planner.search import ISLANDS_LOST, MUON_STEPS, TIE, Candidate, Job, Plan, loss_gap
+from deepspeed_compress.planner.schedule import micro_batch
+from deepspeed_compress.planner.search import ISLANDS_LOST, MUON_STEPS, TIE, Candidate, Job, Plan, loss_gap, search
 
 FASTER = 0.9
 """Share of the seconds of all other choices that another layout must stay below to be a choice, too."""
@@ -65,13 +73,9 @@ def choices(job: Job, plan: Plan, setup: Setup | None) -> tuple[Choice, ...]:
     fastest = plan.candidates[0]
     if fastest.prediction.seconds < FASTER * min(one.seconds for one in found):
         found = (*found, Choice(f"the fastest: {fastest.layout}", fastest))
-    return tuple(replace(one, loss=_loss(one, now, job)) for one in found)
-
-
-def _loss(choice: Choice, now: Choice, job: Job) -> str:
-    """Return the change of the loss from what runs now, as a text."""
-    then, before = (loss_gap(one.candidate.layout, job.model.parameters) for one in (choice, now))
-    return AS_NOW if then == before else f"{100 * (then - before):+.2f} %"
+    gaps = [loss_gap(one.candidate.layout, job.model.parameters) for one in found]
+    lost = [AS_NOW if gap == gaps[0] else f"{100 * (gap - gaps[0]):+.2f} %" for gap in gaps]
+    return tuple(replace(one, loss=loss) for one, loss in zip(found, lost, strict=True))
 
 
 def others(job: Job, plan: Plan, now: Choice) -> Iterator[Choice]:
@@ -84,7 +88,7 @@ def others(job: Job, plan: Plan, now: Choice) -> Iterator[Choice]:
         bits = layout.gradient_bits or 4
         weights = (layout.weight_bits or max(bits, 4)) if layout.zero else 0
         muon = replace(layout, optimizer="Muon", gradient_bits=bits, weight_bits=weights)
-        yield Choice(f"Muon, {bits} bits", _predicted(job, muon), f"{AS_NOW}, in {MUON_STEPS:.0%} of the steps")
+        yield Choice(f"Muon, {bits} bits", job.candidate(muon), f"{AS_NOW}, in {MUON_STEPS:.0%} of the steps")
     if plan.islands:
         layout = plan.islands[0].layout
         yield Choice(islands(layout.islands, layout.sync_every), plan.islands[0], f"+{ISLANDS_LOST}")
@@ -103,17 +107,11 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
         return Choice(f"{NOW}: ZeRO {best.layout.zero}, uncompressed", best)
     micros = (setup.micro,) if setup.micro else MICRO_BATCHES
     layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf", micros).plain()
-    written = [
-        replace(layout, gradient_bits=setup.gradient_bits, weight_bits=setup.weight_bits, offload=setup.offload)
-        for layout in layouts
-        if setup.allows(layout)
-    ]
-    found = [_predicted(job, layout) for layout in written]
+    more: dict[str, Any] = {name: getattr(setup, name) for name in ("gradient_bits", "weight_bits", "offload")}
+    found = [job.candidate(replace(layout, **more)) for layout in layouts if setup.allows(layout)]
     if not found:
-        raise ConfigError(
-            f"--config: has no layout of {job.cluster.gpus} GPUs with {job.batch} sequences per step; correct its "
-            "parallelism and its train_micro_batch_size_per_gpu, or --gpus and --batch"
-        )
+        sizes = f"{job.cluster.gpus} GPUs with {job.batch} sequences per step"
+        raise ConfigError(f"--config: has no layout of {sizes}; correct its parallelism and batch, or the options")
     return Choice(NOW, min(found, key=lambda one: (one.verdict == "does not fit", one.days)))
 
 
@@ -126,7 +124,7 @@ def _with_fewer_bits(job: Job, layout: Layout, widths: tuple[int, ...]) -> Itera
         smaller = replace(layout, gradient_bits=bits, weight_bits=weights)
         more = bits > (layout.gradient_bits or bits) or weights > (layout.weight_bits or weights)
         if layout.data > 1 and smaller != layout and not more:
-            yield Choice(in_bits(bits), _predicted(job, smaller))
+            yield Choice(in_bits(bits), job.candidate(smaller))
 
 
 def _inside_nodes(job: Job, plan: Plan, zero: int) -> Iterator[Choice]:
@@ -143,10 +141,6 @@ def _inside_nodes(job: Job, plan: Plan, zero: int) -> Iterator[Choice]:
             yield Choice(stage + inside_nodes(bits), best)
 
 
-def _predicted(job: Job, layout: Layout) -> Candidate:
-    return job.candidate(job.predictor().predict(layout))
-
-
 def packing_gain(job: Job, candidate: Candidate) -> float:
     """Return how many times as many tokens per second would train if documents were packed in place of padded.
 
@@ -154,7 +148,7 @@ def packing_gain(job: Job, candidate: Candidate) -> float:
     """
     layout, length = candidate.layout, job.mean_length
     packed = replace(layout, micro=max(1, round(layout.micro * job.seq / length)))
-    rate = _predicted(replace(job, seq=length, mean_length=0), packed).prediction.rate
+    rate = replace(job, seq=length, mean_length=0).candidate(packed).prediction.rate
     return rate / (job.trained * candidate.prediction.rate)
 
 
@@ -181,6 +175,52 @@ def _rates(job: Job, plan: Plan, batch: int) -> Iterator[float]:
         count, left = divmod(batch, layout.data * micro)
         if left or count < layout.pipeline or (layout.virtual > 1 and count % layout.pipeline):
             continue
-        found = _predicted(job, replace(layout, micro=micro, accumulation=count))
+        found = job.candidate(replace(layout, micro=micro, accumulation=count))
         if found.verdict != "does not fit":
             yield found.prediction.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """GPUs of one kind in a job.
+
+    Attributes:
+        gpu: Type of the GPUs.
+        seconds: Seconds in which a replica of these GPUs computes one sequence.
+        sequences: Sequences of a step for a replica with which all kinds compute for the same time.
+    """
+
+    gpu: Gpu
+    seconds: float
+    sequences: float
+
+
+def divide(job: Job, candidate: Candidate) -> tuple[list[Kind], float]:
+    """Divide the batch of a layout without a pipeline so that all replicas compute for the same time.
+
+    Returns:
+        The kinds of GPUs, the slowest first, and the largest factor by which a step becomes shorter, if no message gets
+        in the way.
+    """
+    layout, replicas = candidate.layout, []
+    for gpu, count in job.cluster.kinds:
+        device = replace(job, cluster=replace(job.cluster, gpu=gpu)).device
+        batch = micro_batch(device, job.model, job.seq, layout)
+        replicas.append(((batch.forward + batch.backward) / layout.micro, count, gpu))
+    replicas.sort(key=lambda replica: -replica[0])
+    together = layout.tensor * job.batch / sum(count / seconds for seconds, count, _ in replicas)
+    idle = 1 + job.device.issued(job.software.idle)
+    saved = idle * (replicas[0][0] * job.batch / layout.data - together)
+    step = candidate.prediction.seconds
+    return [Kind(gpu, seconds, together / seconds) for seconds, _, gpu in replicas], step / (step - saved)
+
+
+def fastest_alone(job: Job, plan: Plan) -> tuple[float, Cluster] | None:
+    """Return how many times as fast the best kind trains without the others, and its GPUs.
+
+    None if the model fits into the memory of no kind alone.
+    """
+    parts = [replace(job.cluster, gpu=gpu, gpus=count, kinds=()) for gpu, count in job.cluster.kinds]
+    found = ((search(replace(job, cluster=part)).candidates, part) for part in parts)
+    gains = [(plan.candidates[0].days / candidates[0].days, part) for candidates, part in found if candidates]
+    return max(gains, key=lambda gain: gain[0], default=None)

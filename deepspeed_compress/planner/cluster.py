@@ -66,10 +66,8 @@ def read_cluster(gpus: str, network: str, per_node: int | None = None) -> Cluste
         sizes[size] = gpu.name
     if len(sizes) > 1:
         found = " and ".join(f"{size} {name}" for size, name in sizes.items())
-        raise ConfigError(
-            f"--gpus: {gpus} has nodes of {found} (allowed: equally many in all nodes); write --gpus-per-node "
-            f"{math.gcd(*counts.values())}, for example"
-        )
+        alike = math.gcd(*counts.values())
+        raise ConfigError(f"--gpus: {gpus} has unlike nodes of {found}; write --gpus-per-node {alike}, for example")
     kinds = tuple((GPUS[name], count) for name, count in counts.items())
     worst, total = worst_of([gpu for gpu, _ in kinds]), sum(counts.values())
     return Cluster(worst, total, size, read_network(network, size), kinds if len(kinds) > 1 else ())
@@ -85,16 +83,11 @@ def _read_kind(text: str, per_node: int | None) -> tuple[Gpu, int, int]:
     match = re.fullmatch(r"([0-9][0-9,_]{0,9})\s*[xX]\s*(.+)", text)
     count = int(re.sub("[,_]", "", match[1])) if match else 0
     if match is None or not 0 < count <= MOST_GPUS:
-        raise ConfigError(
-            f"--gpus: {text!r} is not a number from 1 to {MOST_GPUS:,} and a type; write 64xH100, for example"
-        )
+        raise ConfigError(f"--gpus: {text!r} is not 1 to {MOST_GPUS:,} and a type; write 64xH100, for example")
     gpu = find_gpu(match[2])
     size = min(per_node or gpu.per_node, count)
     if count % size:
-        raise ConfigError(
-            f"--gpus: {count} GPUs do not fill nodes of {size} (allowed: multiples of {size}); write another number, "
-            "or --gpus-per-node N"
-        )
+        raise ConfigError(f"--gpus: {count} GPUs do not fill nodes of {size}; write a multiple, or --gpus-per-node N")
     return gpu, count, size
 
 
@@ -114,10 +107,7 @@ def read_network(text: str, per_node: int) -> float:
     cards, rate, unit, each = match.groups() if match else (None, "0", "g", None)
     per_gpu = each in ("gpu", "card")
     if not float(rate) or "Bps" in plain or (cards and per_gpu):
-        raise ConfigError(
-            f"--network: {text!r} is not a rate in bits; write 100gbit/node, 8x200gbit for all cards of a node, or "
-            "200gbit/gpu"
-        )
+        raise ConfigError(f"--network: {text!r} is not a rate in bits; write 100gbit/node, 8x200gbit, or 200gbit/gpu")
     return int(cards or (per_node if per_gpu else 1)) * float(rate) * _UNITS[unit] / 8
 
 
@@ -220,13 +210,10 @@ class Links:
         if group.nodes == 1 or self.is_gloo:
             return ring
         depth = 2 * (math.log2(group.nodes) * self._network_hop * 2 + (group.local - 1) * self._node_hop)
-        # A tree reaches about 0.9 of a ring's bandwidth.
-        tree = self._without_hops(size, group) / 0.9 + self._start + depth
-        return replace(ring, seconds=min(ring.seconds, tree))
-
-    def _without_hops(self, size: float, group: Group) -> float:
         sent = 2 * size * (group.ranks - 1) / group.ranks
-        return max(sent / (self.network_rate * group.local), sent / self.node_rate if group.local > 1 else 0.0)
+        moved = max(sent / (self.network_rate * group.local), sent / self.node_rate if group.local > 1 else 0.0)
+        # A tree reaches about 0.9 of a ring's bandwidth.
+        return replace(ring, seconds=min(ring.seconds, moved / 0.9 + self._start + depth))
 
     def exchange(self, size: float, group: Group) -> Message:
         """Return the cost of sending `size` / ranks bytes from every rank to every rank, equal or different ones."""

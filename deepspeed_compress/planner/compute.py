@@ -9,8 +9,6 @@ from deepspeed_compress.planner.software import Elementwise, Software
 
 HALF = 2
 """Bytes of an element in bf16."""
-FULLY_SHARDED = 3
-"""ZeRO stage that shards parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +104,14 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
     moved = _elementwise(model, software.elementwise, tensor, layout.sequence_parallel) * tokens * device.width
     accumulate = software.accumulate * device.width * model.trained_layer_parameters / tensor
     accumulate *= layout.accumulation > 1
-    unpacked = _unpacked(model, device.gpu.element) / tensor
-    # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose.
-    kernels = software.kernels + (0 if software.attention else 4) + _adapter_kernels(model)
+    # Each pass unpacks frozen weights of few bits (QLoRA).
+    unpacked = (model.base_bits / 8 + device.gpu.element) * model.layer_parameters / tensor if model.base_bits else 0.0
+    # Without a flash kernel, attention takes four more: scale, softmax, dropout, and a transpose. LoRA takes four for
+    # each matrix: two products, the scale and the sum.
+    kernels = software.kernels + (0 if software.attention else 4) + (4 * len(model.adapted) if model.rank else 0)
     start, issue = device.constants.kernel, device.issued(software.dispatch * kernels)
     # ZeRO 3 gathers and releases the parts of a layer from hooks, which the CPU runs between the kernels.
-    issue += device.issued(software.hooks) * (layout.zero == FULLY_SHARDED)
+    issue += device.issued(software.hooks) * (layout.zero == 3)
     forward = Work(once, scores, device.moved(moved + unpacked), kernels * start, issue)
     backward = Work(
         back,
@@ -122,16 +122,6 @@ def layer_cost(device: Device, model: Model, seq: int, layout: Layout) -> LayerC
         issue,
     )
     return LayerCost(forward, backward)
-
-
-def _unpacked(model: Model, element: int) -> float:
-    """Return the bytes that a pass over a layer reads and writes to unpack frozen weights of few bits (QLoRA)."""
-    return (model.base_bits / 8 + element) * model.layer_parameters if model.base_bits else 0.0
-
-
-def _adapter_kernels(model: Model) -> int:
-    """Return the kernels of LoRA in the forward of a layer: two products, the scale and the sum for each matrix."""
-    return 4 * len(model.adapted) if model.rank else 0
 
 
 def matrix_products(model: Model, tokens: float, tensor: int) -> list[tuple[tuple[float, float, float], float]]:
@@ -202,8 +192,3 @@ def recomputed(cost: LayerCost, software: Software, layout: Layout) -> Work:
     if software.selective:
         return replace(forward.times(software.selective), attention=0.0, elementwise=forward.elementwise)
     return Work(attention=forward.attention)
-
-
-def optimizer_seconds(device: Device, parameters: float) -> float:
-    """Return the seconds in which a rank updates `parameters` parameters with Adam."""
-    return device.moved(device.software.optimizer * parameters)

@@ -2,12 +2,12 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.layout import Layout, Optimizer
+from deepspeed_compress.planner.search import Job
 
 _RATES: Mapping[Optimizer, dict[str, Any]] = {
     "AdamW": {"lr": 3e-4},
@@ -52,13 +52,9 @@ def ds_config(layout: Layout, cluster: Cluster) -> dict[str, Any]:
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"zero_stage": layout.zero, "tensor": layout.tensor, "pipeline": layout.pipeline}
-    found = {key: value for key, value in sizes.items() if key == "zero_stage" or value > 1}
-    if layout.shard_within:
-        found["shard_within"] = layout.shard_within
-    if layout.recompute == "full":
-        found["activation_checkpointing"] = True
-    return found
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard_within": layout.shard_within}
+    again = {"activation_checkpointing": True} if layout.recompute == "full" else {}
+    return {"zero_stage": layout.zero, **{key: size for key, size in sizes.items() if size > 1}, **again}
 
 
 def _gradients(layout: Layout, cluster: Cluster) -> dict[str, Any]:
@@ -71,61 +67,39 @@ def _gradients(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start of a layout on a cluster, by Trainer or by `launch/train_gpt.py`.
+def start_command(job: Job, layout: Layout, config: Path, model: Path, hostfile: Path | None) -> str:
+    """Return the shell command that starts training: on every node, or on one of them if there is a hostfile.
 
-    Attributes:
+    Args:
+        job: Job to start: by a script with Hugging Face's Trainer, or by `launch/train_gpt.py`.
         layout: Layout to start.
-        cluster: Cluster to start on.
-        directory: Directory with ds_config.json, relative to the project unless it is absolute.
+        config: Path of ds_config.json, relative to the project unless it is absolute.
         model: Path of the model.
-        seq: Tokens of a sequence.
-        steps: Optimizer steps of the run.
-        is_trainer: Whether a script with Hugging Face's Trainer trains.
         hostfile: Hostfile of the nodes, if there is one.
     """
-
-    layout: Layout
-    cluster: Cluster
-    directory: Path
-    model: Path
-    seq: int
-    steps: int
-    is_trainer: bool
-    hostfile: Path | None = None
-
-    def command(self) -> str:
-        """Return the shell command that starts training: on every node, or on one of them if there is a hostfile."""
-        config, options = _quoted(self.directory / "ds_config.json"), self._options()
-        if self.is_trainer:
-            return f"ds-compress run {self._launcher()} train.py --deepspeed {config} {options}"
-        if self.hostfile:
-            return f"HOSTFILE={_quoted(self.hostfile)} launch/multi_node.sh {config} {options}"
-        several = f"NODES={self.cluster.nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " * self._has_nodes
-        return f"RANKS={self.cluster.per_node} {several}launch/torchrun.sh {config} {options}"
-
-    @property
-    def _has_nodes(self) -> bool:
-        return self.cluster.nodes > 1
-
-    def _launcher(self) -> str:
-        if self.hostfile:
-            return f"--hostfile {_quoted(self.hostfile)}"
-        nodes = f"--nnodes {self.cluster.nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " * self._has_nodes
-        return f"--launcher torchrun {nodes}--nproc_per_node {self.cluster.per_node}"
-
-    def _options(self) -> str:
-        """Return the options of the program. Trainer refuses arguments that differ from ds_config.json."""
-        if not self.is_trainer:
-            shape = f"--model {_quoted(self.model)} --seq-len {self.seq} --steps {self.steps}"
-            return f"{shape} --data DATA --output-dir runs/plan"
-        layout, precision = self.layout, self.cluster.gpu.precision
-        batch = f"--per_device_train_batch_size {layout.micro} --gradient_accumulation_steps {layout.accumulation}"
-        half = f" --{precision} True" * (precision != "fp32")
-        again = " --gradient_checkpointing True" * (layout.recompute == "full")
-        return f"{batch} --learning_rate 3e-4 --adam_beta2 0.95 --weight_decay 0.1{half}{again}"
+    start = _trainer_start if job.software.name == "hf" else _start
+    paths = (shlex.quote(str(path)) if path else "" for path in (config, model, hostfile))
+    return start(job, layout, *paths)
 
 
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+def _trainer_start(job: Job, layout: Layout, config: str, _: str, hostfile: str) -> str:
+    """Return the command that starts Trainer, which refuses arguments that differ from ds_config.json."""
+    nodes, precision = job.cluster.nodes, job.cluster.gpu.precision
+    several = f"--nnodes {nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR " * (nodes > 1)
+    torchrun = f"--launcher torchrun {several}--nproc_per_node {job.cluster.per_node}"
+    batch = f"--per_device_train_batch_size {layout.micro} --gradient_accumulation_steps {layout.accumulation}"
+    half = f" --{precision} True" * (precision != "fp32")
+    again = " --gradient_checkpointing True" * (layout.recompute == "full")
+    options = f"{batch} --learning_rate 3e-4 --adam_beta2 0.95 --weight_decay 0.1{half}{again}"
+    launcher = f"--hostfile {hostfile}" if hostfile else torchrun
+    return f"ds-compress run {launcher} train.py --deepspeed {config} {options}"
+
+
+def _start(job: Job, _: Layout, config: str, model: str, hostfile: str) -> str:
+    """Return the command that starts `launch/train_gpt.py`."""
+    nodes, steps = job.cluster.nodes, max(1, round(job.tokens / (job.batch * job.seq * job.trained)))
+    several = f"NODES={nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR " * (nodes > 1)
+    torchrun = f"RANKS={job.cluster.per_node} {several}launch/torchrun.sh"
+    launcher = f"HOSTFILE={hostfile} launch/multi_node.sh" if hostfile else torchrun
+    options = f"--model {model} --seq-len {job.seq} --steps {steps} --data DATA --output-dir runs/plan"
+    return f"{launcher} {config} {options}"

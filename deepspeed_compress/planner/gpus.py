@@ -110,13 +110,14 @@ def _gpu(
     best: float,
     flash: Mapping[int, float],
     precision: Precision = "bf16",
+    backend: Backend = "nccl",
 ) -> Gpu:
     """Return a GPU from its figures in teraflops, gigabytes, and gigabytes per second.
 
     `best` of most is that of mamf-finder (ml-engineering, compute/accelerator).
     """
     size, rate = (1e9 * figure for figure in memory)
-    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, precision)
+    return Gpu(name, tflops * 1e12, rate, size, link[1] * 1e9, link[0], per_node, best, flash, precision, backend)
 
 
 _GPUS = (
@@ -168,23 +169,11 @@ _GPUS = (
     _gpu("MI300X", 1307, (206.0, 5300), ("xGMI", 448), 8, 0.51, _FLASH_OTHER),
     # one of its two dies: data sheet; mamf-finder
     _gpu("MI250X", 191.5, (68.7, 1638), ("xGMI", 50), 8, 0.77, _FLASH_OTHER),
-)
-# Round figures of a core, for emulated hosts.
-_CPU = Gpu(
-    name="CPU",
-    peak=1e11,
-    memory_rate=1e10,
-    memory=8e9,
-    link_rate=2e9,
-    link="loopback",
-    per_node=1,
-    best_matmul=_A100_BEST,
-    flash=_FLASH_OTHER,
-    precision="fp32",
-    backend="gloo",
+    # round figures of a core, for emulated hosts
+    _gpu("CPU", 0.1, (8.0, 10.0), ("loopback", 2), 1, _A100_BEST, _FLASH_OTHER, "fp32", "gloo"),
 )
 
-GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (*_GPUS, _CPU)}
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in _GPUS}
 
 
 _IGNORED = (
@@ -209,9 +198,7 @@ def find_gpu(text: str) -> Gpu:
     if not found and len(words) > 1 and words[-1].isdigit():
         found = _with_memory(name.removesuffix(words[-1]), [*sizes, int(words[-1])])
     if not found:
-        raise ConfigError(
-            f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write 64xH100, for example"
-        )
+        raise ConfigError(f"--gpus: {text} is not in the table (allowed: {', '.join(GPUS)}); write one of these")
     return found[0]
 
 
@@ -221,19 +208,11 @@ def _words(text: str) -> list[str]:
 
 def _with_memory(name: str, sizes: list[int]) -> list[Gpu]:
     """Return the GPUs of this name, without spaces and hyphens, whose memory is as large as all of `sizes` say."""
-    name = _ALIASES.get(name, name)
-    return [gpu for gpu in GPUS.values() if name in _names(gpu) and _has_memory(gpu, sizes)]
-
-
-def _names(gpu: Gpu) -> tuple[str, ...]:
-    """Return the names of a GPU without spaces and hyphens. The name A100 stands for both sizes of its memory."""
-    plain = "".join(_words(gpu.name))
-    return (plain, "A100") if plain.startswith("A100") else (plain,)
-
-
-def _has_memory(gpu: Gpu, sizes: list[int]) -> bool:
-    """Return True if the memory of a GPU is as large as its name says, if that says anything."""
-    return all(abs(gpu.memory - size * _GIB) < 0.1 * size * _GIB for size in sizes)
+    names = {_ALIASES.get(name, name)}
+    # The name A100 stands for both sizes of its memory.
+    names |= {"A10080", "A10040"} if "A100" in names else set()
+    named = (gpu for gpu in GPUS.values() if "".join(_words(gpu.name)) in names)
+    return [gpu for gpu in named if all(abs(gpu.memory - size * _GIB) < 0.1 * size * _GIB for size in sizes)]
 
 
 def worst_of(gpus: Sequence[Gpu]) -> Gpu:
@@ -244,10 +223,8 @@ def worst_of(gpus: Sequence[Gpu]) -> Gpu:
     """
     slowest = min(gpus, key=lambda gpu: gpu.matmul_rate(Constants()))
     if len({(gpu.backend, gpu.link == "xGMI") for gpu in gpus}) > 1:
-        raise ConfigError(
-            f"--gpus: {' and '.join(gpu.name for gpu in gpus)} have no common library of collectives (NCCL, RCCL, "
-            "gloo); write those of one vendor"
-        )
+        names = " and ".join(gpu.name for gpu in gpus)
+        raise ConfigError(f"--gpus: {names} have no common library of collectives; write those of one vendor")
     link = min(gpus, key=lambda gpu: gpu.link_rate)
     return replace(
         slowest,

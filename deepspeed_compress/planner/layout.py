@@ -226,24 +226,18 @@ class Layouts:
 
     def _refusal(self, tensor: int, pipeline: int) -> str | None:
         model, divided, per_node = self.model, max(tensor, pipeline) > 1, self.cluster.per_node
-        stage = self.cluster.gpus // pipeline
-        if divided and model.rank:
-            return "LoRA is predicted without tensor and pipeline ranks"
-        if per_node % tensor:
-            return "tensor ranks do not share a node"
-        if per_node % stage and stage % per_node:
-            return "stages do not fill nodes"
-        if divided and model.experts > 1:
-            return "DeepSpeed's experts exclude tensor and pipeline ranks"
-        if divided and FAMILIES[model.family].modules is None:
-            return f'the family "{model.family}" cannot be divided'
-        if model.heads % tensor or model.kv_heads % tensor:
-            return "tensor ranks do not divide the heads"
-        if pipeline > model.layers:
-            return "more stages than layers"
-        if self.batch % (stage // tensor):
-            return "replicas do not divide the batch"
-        return None
+        stage, family = self.cluster.gpus // pipeline, model.family
+        reasons = {
+            "LoRA is predicted without tensor and pipeline ranks": divided and model.rank,
+            "tensor ranks do not share a node": per_node % tensor,
+            "stages do not fill nodes": per_node % stage and stage % per_node,
+            "DeepSpeed's experts exclude tensor and pipeline ranks": divided and model.experts > 1,
+            f'the family "{family}" cannot be divided': divided and FAMILIES[family].modules is None,
+            "tensor ranks do not divide the heads": model.heads % tensor or model.kv_heads % tensor,
+            "more stages than layers": pipeline > model.layers,
+            "replicas do not divide the batch": self.batch % (stage // tensor),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _batches(self, tensor: int, pipeline: int) -> Iterator[Layout]:
         data = self.cluster.gpus // tensor // pipeline
@@ -268,7 +262,7 @@ class Layouts:
                 continue
             if zero and layout.data == 1:
                 continue
-            for recompute in _RECOMPUTE:
+            for recompute in ("none", "full"):
                 found = replace(layout, zero=zero, recompute=recompute)
                 yield found
                 if zero and layout.pipeline == 1 and 1 < node < layout.data and layout.data % node == 0:
@@ -277,19 +271,12 @@ class Layouts:
     def _of_megatron(self, layout: Layout) -> Iterator[Layout]:
         """Yield layouts with interleaved stages or sequence parallelism, which only Megatron has."""
         if self.model.rank or self.model.experts > 1 or self.model.layers % layout.pipeline:
-            self.refused[
-                "Megatron is predicted without LoRA and experts, and with equally many layers in all stages"
-            ] += 1
+            self.refused["Megatron is predicted without LoRA and experts, and with equally large stages"] += 1
             return
+        plain = replace(layout, zero=1 if layout.data > 1 else 0, sequence_parallel=layout.tensor > 1)
         for virtual in _interleavings(self.model.layers, layout):
             for recompute in ("none", "selective", "full"):
-                yield replace(
-                    layout,
-                    zero=1 if layout.data > 1 else 0,
-                    virtual=virtual,
-                    recompute=recompute,
-                    sequence_parallel=layout.tensor > 1,
-                )
+                yield replace(plain, virtual=virtual, recompute=recompute)
 
     def _islands(self, layout: Layout) -> Iterator[Layout]:
         """Yield islands of whole nodes. In islands of one replica, all ZeRO stages are alike."""
@@ -308,9 +295,6 @@ def with_offload(layouts: Iterable[Layout]) -> Iterator[Layout]:
             yield replace(layout, offload="optimizer")
             if layout.zero == 3:
                 yield replace(layout, offload="all")
-
-
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 def _interleavings(layers: int, layout: Layout) -> list[int]:

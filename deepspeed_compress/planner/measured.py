@@ -9,60 +9,51 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.planner.cluster import Cluster, Group, Links, Message
+from deepspeed_compress.planner.cluster import Links, Message
 from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.search import Job
-from deepspeed_compress.planner.software import Software
 
 _SMALL = 1e-3
 _LONGEST = 1.0
 """Largest change of a constant's logarithm in a round, because the model is not linear far from the solution."""
 
 
-class Observation(Protocol):
-    """Measured seconds of something that the model predicts."""
-
-    @property
-    def seconds(self) -> float:
-        """Measured seconds."""
-        ...
-
-    @property
-    def noise(self) -> float:
-        """Relative standard error with which the right constants would predict it."""
-        ...
-
-    def predicted(self, constants: Constants) -> float:
-        """Return the seconds that the model predicts with `constants`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Prior:
-    """Constants before anything is measured.
+class Observation:
+    """Measured seconds of something that the model predicts.
 
     Attributes:
-        expected: The most probable values.
-        errors: Relative standard errors of the constants to fit. The others keep their values.
+        seconds: Measured seconds.
+        noise: Relative standard error with which the right constants would predict it.
+        predicted: Function that returns the seconds that the model predicts with constants.
     """
 
-    expected: Constants
-    errors: Mapping[str, float]
+    seconds: float
+    noise: float
+    predicted: Callable[[Constants], float]
 
 
-def fit(observations: Sequence[Observation], prior: Prior, rounds: int = 3) -> Constants:
-    """Return the constants that are most probable after `observations`, by Gauss-Newton steps."""
-    usual = {name: math.log(getattr(prior.expected, name)) for name in prior.errors}
-    logs = dict(usual)
+def fit(
+    observations: Sequence[Observation], expected: Constants, errors: Mapping[str, float], rounds: int = 3
+) -> Constants:
+    """Return the constants that are most probable after `observations`, by Gauss-Newton steps.
+
+    Args:
+        observations: Measured and predicted seconds.
+        expected: The most probable constants before anything is measured.
+        errors: Relative standard errors of the constants to fit. The others keep their values.
+        rounds: Number of steps.
+    """
+    logs = {name: math.log(getattr(expected, name)) for name in errors}
     for _ in range(rounds):
-        change = _step(observations, prior, usual, logs)
+        change = _step(observations, expected, errors, logs)
         logs = {name: logs[name] + max(-_LONGEST, min(_LONGEST, change[name])) for name in logs}
-    return _with(prior.expected, logs)
+    return _with(expected, logs)
 
 
 def _with(constants: Constants, logs: Mapping[str, float]) -> Constants:
@@ -70,26 +61,24 @@ def _with(constants: Constants, logs: Mapping[str, float]) -> Constants:
 
 
 def _step(
-    observations: Sequence[Observation], prior: Prior, usual: Mapping[str, float], logs: Mapping[str, float]
+    observations: Sequence[Observation], expected: Constants, errors: Mapping[str, float], logs: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the change of each logarithm that solves the problem if it were linear at `logs`."""
-    here = _residuals(observations, _with(prior.expected, logs))
+    here = _residuals(observations, _with(expected, logs))
     slopes = {}
     for name, value in logs.items():
-        there = _residuals(observations, _with(prior.expected, {**logs, name: value + _SMALL}))
+        there = _residuals(observations, _with(expected, {**logs, name: value + _SMALL}))
         slopes[name] = [(after - before) / _SMALL for before, after in zip(here, there, strict=True)]
-    weights = {name: 1 / error**2 for name, error in prior.errors.items()}
+    weights = {name: 1 / error**2 for name, error in errors.items()}
     matrix = [[_dot(slopes[i], slopes[j]) + weights[i] * (i == j) for j in logs] for i in logs]
-    right = [-_dot(slopes[name], here) - weights[name] * (logs[name] - usual[name]) for name in logs]
+    moved = {name: value - math.log(getattr(expected, name)) for name, value in logs.items()}
+    right = [-_dot(slopes[name], here) - weights[name] * moved[name] for name in logs]
     return dict(zip(logs, _gauss(matrix, right), strict=True))
 
 
 def _residuals(observations: Sequence[Observation], constants: Constants) -> list[float]:
     """Return the logarithmic errors in units of their standard errors."""
-    return [
-        math.log(observation.predicted(constants) / observation.seconds) / observation.noise
-        for observation in observations
-    ]
+    return [math.log(one.predicted(constants) / one.seconds) / one.noise for one in observations]
 
 
 def _dot(first: Sequence[float], second: Sequence[float]) -> float:
@@ -108,21 +97,18 @@ def _gauss(matrix: list[list[float]], right: list[float]) -> list[float]:
     return [rows[index][-1] / rows[index][index] for index in range(size)]
 
 
-PRIOR = Prior(
-    Constants(),
-    {
-        "matmul": 1.5,
-        "memory": 1.5,
-        "link": 1.5,
-        "kernel": 1.5,
-        "network": 0.1,
-        "delay": 2.0,
-        "cpu": 1.5,
-        "coding": 1.5,
-        "contention": 0.7,
-    },
-)
-"""Constants before a cluster is measured. Only the network's rate is known, to a tenth.
+ERRORS: Mapping[str, float] = {
+    "matmul": 1.5,
+    "memory": 1.5,
+    "link": 1.5,
+    "kernel": 1.5,
+    "network": 0.1,
+    "delay": 2.0,
+    "cpu": 1.5,
+    "coding": 1.5,
+    "contention": 0.7,
+}
+"""Relative standard errors of the constants before a cluster is measured. Only the network's is known, to a tenth.
 
 Short messages seem faster than the line, since queues take them at once.
 """
@@ -146,30 +132,13 @@ class Probe:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredProbe:
-    """Probe on a cluster as an observation."""
-
-    probe: Probe
-    cluster: Cluster
-    software: Software
-    noise: float = NOISE
-
-    @property
-    def seconds(self) -> float:
-        """Measured seconds."""
-        return self.probe.seconds
-
-    def predicted(self, constants: Constants) -> float:
-        """Return the predicted seconds."""
-        device = Device(self.cluster.gpu, constants, self.software)
-        return PREDICTED[self.probe.kind](device, Links(self.cluster, constants), *self.probe.sizes)
+def predict_probe(job: Job, probe: Probe, constants: Constants) -> float:
+    """Return the predicted seconds of a probe on a job's cluster."""
+    changed = replace(job, constants=constants)
+    return PREDICTED[probe.kind](changed.device, changed.links, *probe.sizes)
 
 
-Collective = Callable[[Links, float, Group], Message]
-
-
-def _sent(collective: Collective, _: Device, links: Links, size: float, ranks: float) -> float:
+def _sent(collective: Callable[..., Message], _: Device, links: Links, size: float, ranks: float) -> float:
     return collective(links, size, links.group(int(ranks), 1)).seconds
 
 
@@ -201,23 +170,9 @@ class Step:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedStep:
-    """Step of a job as an observation."""
-
-    job: Job
-    step: Step
-    noise: float = STEP_NOISE
-
-    @property
-    def seconds(self) -> float:
-        """Measured seconds."""
-        return self.step.seconds
-
-    def predicted(self, constants: Constants) -> float:
-        """Return the predicted seconds."""
-        job, layout = replace(self.job, constants=constants), self.step.layout
-        return job.predictor().predict(layout).seconds
+def predict_step(job: Job, layout: Layout, constants: Constants) -> float:
+    """Return the predicted seconds of a layout's step."""
+    return replace(job, constants=constants).predict(layout).seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +193,7 @@ class Measured:
 
     def predicted(self, step: Step) -> float:
         """Return the predicted seconds of a measured step."""
-        return ObservedStep(self.job, step).predicted(self.constants)
+        return predict_step(self.job, step.layout, self.constants)
 
     @property
     def corrections(self) -> Mapping[tuple[int, int, bool], float]:
@@ -263,9 +218,9 @@ class Measured:
 
 def fit_measured(job: Job, probes: Sequence[Probe], steps: Sequence[Step]) -> Measured:
     """Return the measurements with the constants that fit them."""
-    observed: list[Observation] = [MeasuredProbe(probe, job.cluster, job.software) for probe in probes]
-    observed += [ObservedStep(job, step) for step in steps]
-    return Measured(job, tuple(probes), tuple(steps), fit(observed, PRIOR, ROUNDS))
+    observed = [Observation(probe.seconds, NOISE, partial(predict_probe, job, probe)) for probe in probes]
+    observed += [Observation(step.seconds, STEP_NOISE, partial(predict_step, job, step.layout)) for step in steps]
+    return Measured(job, tuple(probes), tuple(steps), fit(observed, Constants(), ERRORS, ROUNDS))
 
 
 def read_constants(file: Path, gpu: str) -> Constants:
@@ -279,15 +234,10 @@ def read_constants(file: Path, gpu: str) -> Constants:
         values = {name: float(value) for name, value in found["constants"].items()}
         measured = str(found["gpu"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--constants {file}: cannot be read, or has no constants; write a file that --measure wrote"
-        ) from error
+        raise ConfigError(f"--constants {file}: cannot be read; write a file that --measure wrote") from error
     names = {field.name for field in fields(Constants)}
     if set(values) != names or not all(0 < value < float("inf") for value in values.values()):
         raise ConfigError(f"--constants {file}: must have a positive number for each of {', '.join(sorted(names))}")
     if measured != gpu:
-        raise ConfigError(
-            f"--constants {file}: were measured on {measured}, not on {gpu}; measure again with --measure, or change "
-            "--gpus"
-        )
+        raise ConfigError(f"--constants {file}: were measured on {measured}, not on {gpu}; write --measure instead")
     return Constants(**values)

@@ -192,10 +192,8 @@ def _model(name: str, config: Mapping[str, Any]) -> Model:
         longest=longest,
     )
     if model.heads % model.kv_heads or model.active > model.experts:
-        raise ValueError(
-            f"num_key_value_heads {model.kv_heads} does not divide num_attention_heads {heads}, or "
-            f"num_experts_per_tok {model.active} exceeds the {experts} experts"
-        )
+        divided = f"num_key_value_heads {model.kv_heads} of num_attention_heads {heads}"
+        raise ValueError(f"{divided}, or num_experts_per_tok {model.active} of {experts} experts, do not fit")
     return model
 
 

@@ -1,15 +1,13 @@
 """A prediction: the step, its interval, and the memory of one layout."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed_compress.planner.cluster import Cluster, Links
-from deepspeed_compress.planner.compute import Device
+from deepspeed_compress.planner.cluster import Cluster
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU, Constants
 from deepspeed_compress.planner.layout import Layout, Stage, stages
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.schedule import MicroBatch, Term, micro_batch, step_terms
+from deepspeed_compress.planner.schedule import Term
 from deepspeed_compress.planner.software import Software
 from deepspeed_compress.planner.traffic import bucket_size
 
@@ -116,28 +114,16 @@ class Needs:
     @property
     def _full_gradients(self) -> int:
         """Bytes per parameter of the fp32 gradients that DeepSpeed keeps without ZeRO."""
-        return FULL * (self._is_deepspeed and not self.layout.zero and self._is_mixed)
-
-    @property
-    def _is_mixed(self) -> bool:
-        """True if the optimizer keeps fp32 weights."""
-        return self.software.states > 2 * FULL
+        keeps_fp32_weights = self.software.states > 2 * FULL
+        return FULL * (self._is_deepspeed and not self.layout.zero and keeps_fp32_weights)
 
     @property
     def _is_deepspeed(self) -> bool:
         return self.software.name in ("deepspeed", "hf", "megatron-deepspeed")
 
     @property
-    def _element(self) -> int:
-        return self.cluster.gpu.element
-
-    @property
-    def _is_megatron(self) -> bool:
-        return self.software.name in ("megatron", "nanotron")
-
-    @property
     def _logit(self) -> float:
-        if self._element == FULL:
+        if self.cluster.gpu.element == FULL:
             return 2 * FULL
         # The loss of transformers' GPT-2 is computed in two bytes.
         return 8 if self.software.name == "hf" and not self.model.gated else self.software.logit
@@ -149,7 +135,7 @@ class Needs:
 
     def _states(self, stage: Stage) -> tuple[float, float]:
         """Return the bytes of weights, gradients and optimizer states of a GPU, and those on its host."""
-        layout, element = self.layout, self._element
+        layout, element = self.layout, self.cluster.gpu.element
         owned = stage.trained / (layout.shards if layout.zero else 1)
         frozen = (self.model.base_bits / 8 or element) * (stage.parameters - stage.trained)
         weights = (element * stage.trained + frozen) / (layout.shards if layout.zero == 3 else 1)
@@ -168,7 +154,7 @@ class Needs:
     @property
     def _optimizer(self) -> int:
         """Bytes per parameter of two moments, fp32 master weights, and without ZeRO DeepSpeed's fp32 gradients."""
-        if self._element == FULL and not self.layout.zero:
+        if self.cluster.gpu.element == FULL and not self.layout.zero:
             return 8
         return self.software.states + self._full_gradients
 
@@ -178,8 +164,8 @@ class Needs:
         bucket = min(parameters, bucket_size(parameters, layout.gradient_bits, software.bucket))
         layers = min(stage.parameters, max(2 * self.model.layer_parameters / layout.tensor, software.reused))
         # Megatron sends from the gradients themselves.
-        sends = layout.shards > 1 and not self._is_megatron
-        buffers = self._element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
+        sends = layout.shards > 1 and software.name not in ("megatron", "nanotron")
+        buffers = self.cluster.gpu.element * (bucket + (layers if layout.zero == 3 else bucket)) * sends
         if layout.gradient_bits and layout.data > 1:
             node = per_node // layout.tensor
             # Error feedback in bf16 for what leaves the node, twice, because a step may be skipped.
@@ -195,7 +181,7 @@ class Needs:
 
         Selective recomputation keeps the inputs of layer and attention's product, and every second matrix product.
         """
-        layout, model, element = self.layout, self.model, self._element
+        layout, model, element = self.layout, self.model, self.cluster.gpu.element
         whole = element * model.hidden / (layout.tensor if layout.sequence_parallel else 1)
         if layout.recompute == "full":
             return self.software.checkpoints * whole
@@ -215,7 +201,7 @@ class Needs:
     @property
     def _everything(self) -> float:
         """Bytes per token of a layer's activations without recomputation."""
-        model, layout, software, element = self.model, self.layout, self.software, self._element
+        model, layout, software, element = self.model, self.layout, self.software, self.cluster.gpu.element
         # Inputs of two norms and of the two blocks; the eager norms of Llama also keep fp32 copies.
         copies = 8 if software.eager == 2 and model.gated and element < FULL else 0
         norms = model.hidden * (4 * element + 2 * model.dropout + copies)
@@ -294,53 +280,9 @@ class Prediction:
         return sum(term.seconds for term in self.terms if term.kind == kind) / self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Predictor:
-    """Predicts layouts of one model on one cluster. Work that layouts share is computed once.
-
-    `corrections` are factors of the seconds of layouts, by their kind.
-    """
-
-    cluster: Cluster
-    model: Model
-    software: Software
-    seq: int
-    constants: Constants = field(default_factory=Constants)
-    corrections: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
-    _batches: dict[Layout, MicroBatch] = field(default_factory=dict)
-
-    def predict(self, layout: Layout) -> Prediction:
-        """Return the prediction of a layout."""
-        terms = step_terms(self.links, self.device, self.model, self.seq, layout, self._batch(layout))
-        factor = self.corrections.get(layout.kind, 1.0)
-        terms = [replace(term, seconds=factor * term.seconds) for term in terms]
-        return Prediction(layout, tuple(terms), self.memory(layout), layout.batch * self.seq, self._common)
-
-    @property
-    def _common(self) -> float:
-        if self.constants != Constants():
-            return MEASURED_HERE
-        gpu = FITTED_GPU if self.cluster.gpu.name == CALIBRATED_GPU else SCALED_GPU
-        return float((gpu**2 + PROGRAMS[self.software.name] ** 2) ** 0.5)
-
-    def memory(self, layout: Layout) -> Memory:
-        """Return the memory that a layout needs."""
-        return Needs(self.cluster, self.model, self.software, self.seq, layout).fullest()
-
-    @property
-    def links(self) -> Links:
-        """Links of the cluster."""
-        return Links(self.cluster, self.constants)
-
-    @property
-    def device(self) -> Device:
-        """GPU with constants and program."""
-        return Device(self.cluster.gpu, self.constants, self.software)
-
-    def _batch(self, layout: Layout) -> MicroBatch:
-        """Return the work of a micro-batch, which does not depend on messages between replicas."""
-        key = replace(layout, data=1, zero=3 * (layout.zero == 3), accumulation=min(layout.accumulation, 2), virtual=1)
-        key = replace(key, shard_within=0, gradient_bits=0, weight_bits=0, islands=1, sync_every=1)
-        if key not in self._batches:
-            self._batches[key] = micro_batch(self.device, self.model, self.seq, layout)
-        return self._batches[key]
+def common_error(gpu: str, program: str, constants: Constants) -> float:
+    """Return the relative standard error that all layouts share."""
+    if constants != Constants():
+        return MEASURED_HERE
+    scaled = FITTED_GPU if gpu == CALIBRATED_GPU else SCALED_GPU
+    return float((scaled**2 + PROGRAMS[program] ** 2) ** 0.5)

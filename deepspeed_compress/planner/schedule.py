@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from deepspeed_compress.planner.cluster import SOURCE, Links, Message
-from deepspeed_compress.planner.compute import (
-    FULLY_SHARDED,
-    Device,
-    LayerCost,
-    Work,
-    head_cost,
-    layer_cost,
-    optimizer_seconds,
-    recomputed,
-)
+from deepspeed_compress.planner.compute import Device, LayerCost, Work, head_cost, layer_cost, recomputed
 from deepspeed_compress.planner.layout import Layout, Stage, largest_stage, stages
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.traffic import HOST, ISSUE, DataParallel, Traffic, Window, stage_message, tensor_traffic
@@ -88,16 +79,6 @@ class MicroBatch:
         layer = self.layer.forward + self.layer.backward + self.again
         return layer.times(self.layers) + (self.head.forward + self.head.backward).times(self.heads)
 
-    @property
-    def waiting(self) -> float:
-        """Seconds in which the GPU waits for the CPU."""
-        return self.forward + self.backward - self.work.busy
-
-    @property
-    def ahead(self) -> float:
-        """Seconds by which the CPU has issued this work before the GPU has done it."""
-        return max(0.0, self.work.busy - self.work.cpu)
-
 
 def micro_batch(device: Device, model: Model, seq: int, layout: Layout) -> MicroBatch:
     """Return the work of a micro-batch on the slowest stage."""
@@ -111,26 +92,28 @@ def step_terms(links: Links, device: Device, model: Model, seq: int, layout: Lay
     """Return the terms whose seconds add up to those of a step."""
     stage = largest_stage(model, layout)
     traffic = list(DataParallel(links, device, model, layout, stage).all())
+    # The CPU has issued a micro-batch before the GPU has done it.
+    ahead = layout.accumulation * max(0.0, batch.work.busy - batch.work.cpu)
     terms = [
         *_computing(batch, layout, device),
         *_in_line(links, device, model, seq, layout, batch),
         _optimizer(links, device, stage, layout),
         _orthogonalization(device, model, stage, layout),
         *_overlapping(device, traffic, _windows(batch, layout.accumulation)),
-        _issuing(traffic, layout.accumulation * batch.ahead),
+        _issuing(traffic, ahead),
     ]
     return [term for term in terms if term.busy > _NOTHING]
 
 
 def _in_line(links: Links, device: Device, model: Model, seq: int, layout: Layout, batch: MicroBatch) -> Iterator[Term]:
     """Yield the messages that micro-batches wait for, and the bubble of the pipeline."""
-    tensor = tensor_traffic(links, device, model, seq, layout)
-    exposed = _exposed(device, tensor.hidden)
-    yield _in_micro_batches("tensor-parallel all-reduces", tensor.message.times(batch.layers), exposed, layout)
+    sums, hidden = tensor_traffic(links, device, model, seq, layout)
+    exposed = _exposed(device, hidden)
+    yield _in_micro_batches("tensor-parallel all-reduces", sums.times(batch.layers), exposed, layout)
     if layout.pipeline > 1:
         between = stage_message(links, model, seq, layout)
         yield _in_micro_batches("messages between stages", between, 1.0, layout)
-        yield _bubble(layout, model, batch, exposed * tensor.message.seconds, between.seconds)
+        yield _bubble(layout, model, batch, exposed * sums.seconds, between.seconds)
 
 
 def _in_micro_batches(name: str, message: Message, exposed: float, layout: Layout) -> Term:
@@ -151,18 +134,19 @@ def _windows(batch: MicroBatch, count: int) -> dict[Window, float]:
 
 def _computing(batch: MicroBatch, layout: Layout, device: Device) -> Iterator[Term]:
     work, constants, count = batch.work, device.constants, layout.accumulation
-    idle = device.issued(device.software.idle) * (batch.forward + batch.backward)
+    taken = batch.forward + batch.backward
+    idle = device.issued(device.software.idle) * taken
     rate, bandwidth = device.gpu.matmul_rate(constants), device.gpu.memory_rate * constants.memory
     shares = f"{constants.matmul:.3f} and {constants.memory:.3f} of peak; {constants.origin}"
     program = f"{device.software.name}: software.py"
-    issued = "with hooks of ZeRO 3" if layout.zero == FULLY_SHARDED and device.software.hooks else "kernels"
+    issued = "with hooks of ZeRO 3" if layout.zero == 3 and device.software.hooks else "kernels"
     products = f"max(operations / {rate / 1e12:.0f} TFLOP/s, bytes / {bandwidth / 1e9:.0f} GB/s)"
     rows = (
         ("matrix products", "compute", work.matmul, products, shares),
         ("attention", "compute", work.attention, f"kernel of generation {device.software.attention}", "gpus.py"),
         ("elementwise kernels", "memory", work.elementwise, f"bytes / {bandwidth / 1e9:.0f} GB/s", program),
         ("starts of kernels", "launch", work.kernels, f"{constants.kernel * 1e6:.1f} us per kernel", constants.origin),
-        ("waiting for the CPU", "launch", batch.waiting, f"{1e3 * batch.work.cpu:.3g} ms to issue, {issued}", program),
+        ("waiting for the CPU", "launch", taken - work.busy, f"{1e3 * work.cpu:.3g} ms to issue, {issued}", program),
         ("idle GPU", "launch", idle, f"{device.issued(device.software.idle):g} of the computation", program),
     )
     for name, kind, seconds, formula, source in rows:
@@ -197,9 +181,8 @@ def _optimizer(links: Links, device: Device, stage: Stage, layout: Layout) -> Te
         of_host = owned * min(layout.ranks, links.cluster.per_node)
         formula = f"{of_host:.3g} parameters of a host x {HOST_ADAM * 1e9:g} ns"
         return local("optimizer on the host", HOST, HOST_ADAM * of_host, formula, "2101.06840")
-    seconds = optimizer_seconds(device, owned)
     formula = f"{owned:.3g} parameters x {device.software.optimizer:g} bytes"
-    return local("optimizer", "memory", seconds, formula, "software.py")
+    return local("optimizer", "memory", device.moved(device.software.optimizer * owned), formula, "software.py")
 
 
 MUON_ITERATIONS = 5

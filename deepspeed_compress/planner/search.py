@@ -8,13 +8,15 @@ A gap in loss by compression or islands becomes a share of additional tokens by 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from deepspeed_compress.planner.cluster import Cluster
+from deepspeed_compress.planner.cluster import Cluster, Links
+from deepspeed_compress.planner.compute import Device
 from deepspeed_compress.planner.gpus import CALIBRATED_GPU, Constants
 from deepspeed_compress.planner.layout import Engine, Layout, Layouts, with_offload
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.predict import Prediction, Predictor, Verdict
+from deepspeed_compress.planner.predict import Memory, Needs, Prediction, Verdict, common_error
+from deepspeed_compress.planner.schedule import MicroBatch, micro_batch, step_terms
 from deepspeed_compress.planner.software import Software
 
 TIE = 0.05
@@ -86,8 +88,8 @@ class Job:
     """Job that is planned: a model, a cluster, a batch of sequences, and the tokens of the run.
 
     `constants` are those of the prediction, fitted to published runs or to measurements on this cluster, and
-    `corrections` the errors that are left for layouts of measured kinds. If documents are padded to `seq` tokens,
-    `mean_length` is their mean length, else 0.
+    `corrections` the factors of the seconds of layouts that are left for those of measured kinds. If documents are
+    padded to `seq` tokens, `mean_length` is their mean length, else 0.
     """
 
     cluster: Cluster
@@ -99,6 +101,17 @@ class Job:
     constants: Constants = field(default_factory=Constants)
     corrections: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
     mean_length: int = 0
+    _batches: dict[Layout, MicroBatch] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def links(self) -> Links:
+        """Links of the cluster."""
+        return Links(self.cluster, self.constants)
+
+    @property
+    def device(self) -> Device:
+        """GPU with constants and program."""
+        return Device(self.cluster.gpu, self.constants, self.software)
 
     @property
     def trained(self) -> float:
@@ -110,15 +123,32 @@ class Job:
         """Program that starts the job."""
         return "megatron" if self.software.name == "megatron" else "deepspeed"
 
-    def predictor(self) -> Predictor:
-        """Return the predictor of this job's layouts."""
-        return Predictor(self.cluster, self.model, self.software, self.seq, self.constants, self.corrections)
+    def predict(self, layout: Layout) -> Prediction:
+        """Return the prediction of a layout's step."""
+        terms = step_terms(self.links, self.device, self.model, self.seq, layout, self._batch(layout))
+        factor = self.corrections.get(layout.kind, 1.0)
+        terms = [replace(term, seconds=factor * term.seconds) for term in terms]
+        common = common_error(self.cluster.gpu.name, self.software.name, self.constants)
+        return Prediction(layout, tuple(terms), self.memory(layout), layout.batch * self.seq, common)
 
-    def candidate(self, prediction: Prediction) -> Candidate:
-        """Return the days of a predicted layout."""
-        gap = loss_gap(prediction.layout, self.model.parameters)
+    def memory(self, layout: Layout) -> Memory:
+        """Return the memory that a layout needs."""
+        return Needs(self.cluster, self.model, self.software, self.seq, layout).fullest()
+
+    def _batch(self, layout: Layout) -> MicroBatch:
+        """Return the work of a micro-batch, computed once for layouts that differ in messages between replicas."""
+        key = replace(layout, data=1, zero=3 * (layout.zero == 3), accumulation=min(layout.accumulation, 2), virtual=1)
+        key = replace(key, shard_within=0, gradient_bits=0, weight_bits=0, islands=1, sync_every=1)
+        if key not in self._batches:
+            self._batches[key] = micro_batch(self.device, self.model, self.seq, layout)
+        return self._batches[key]
+
+    def candidate(self, layout: Layout) -> Candidate:
+        """Return the prediction of a layout with the days of the run."""
+        prediction = self.predict(layout)
+        gap = loss_gap(layout, self.model.parameters)
         extra = extra_tokens(gap, self.model.parameters, self.tokens)
-        steps = MUON_STEPS if prediction.layout.optimizer == "Muon" else 1.0
+        steps = MUON_STEPS if layout.optimizer == "Muon" else 1.0
         days = steps * self.tokens * (1 + extra) / (self.trained * prediction.rate) / _DAY
         return Candidate(prediction, extra, days, prediction.memory.verdict(self.cluster.gpu.memory))
 
@@ -126,7 +156,11 @@ class Job:
         """Yield what of this job lies outside of the runs that the model was fitted to."""
         if self.constants == Constants():
             yield from self._outside_of_published()
-        yield from outside(layout, self.model.parameters)
+        parameters = self.model.parameters
+        if (layout.gradient_bits or layout.weight_bits) and parameters > MEASURED:
+            yield f"loss with compression: measured up to {MEASURED / 1e6:g}M parameters"
+        if layout.islands > 1 and not DILOCO_RANGE[0] <= parameters <= DILOCO_RANGE[1]:
+            yield "loss with islands: the law holds from 35M to 10B parameters"
 
     def _outside_of_published(self) -> Iterator[str]:
         if self.cluster.gpu.name != CALIBRATED_GPU:
@@ -150,25 +184,22 @@ def search(job: Job) -> Plan:
     States that are larger than a GPU are in the memory of the host, if they fit there.
     """
     layouts = Layouts(job.cluster, job.model, job.batch, job.engine, job.software.name == "hf")
-    predictor, memory = job.predictor(), job.cluster.gpu.memory
-    found = [job.candidate(predictor.predict(plain)) for plain in layouts.plain()]
-    large = (one.layout for one in found if one.prediction.memory.states > memory)
-    found += [job.candidate(predictor.predict(layout)) for layout in with_offload(large)]
+    found = [job.candidate(plain) for plain in layouts.plain()]
+    large = (one.layout for one in found if one.prediction.memory.states > job.cluster.gpu.memory)
+    found += [job.candidate(layout) for layout in with_offload(large)]
     fitting = [one for one in found if one.verdict != "does not fit"]
     layouts.refused.update(TOO_LARGE for one in found if one.verdict == "does not fit")
     limit = HOPELESS * min((one.days for one in fitting), default=0.0)
-    for one in [one for one in fitting if _computing_days(one) <= limit]:
-        variants = [job.candidate(predictor.predict(layout)) for layout in layouts.compressed(one.layout)]
+    for one in list(fitting):
+        # All its messages between replicas might take no time.
+        computing = sum(map(one.prediction.share, ("compute", "memory", "launch", "bubble")))
+        if one.days * computing > limit:
+            continue
+        variants = [job.candidate(layout) for layout in layouts.compressed(one.layout)]
         fitting += [variant for variant in variants if variant.verdict != "does not fit"]
     best = _best_of_each_kind(fitting)
     alike, islands = (tuple(one for one in best if (one.layout.islands > 1) == apart) for apart in (False, True))
     return Plan(alike, islands, tuple(fitting), layouts.refused)
-
-
-def _computing_days(candidate: Candidate) -> float:
-    """Return the days of a layout if all its messages between replicas took no time."""
-    kinds = ("compute", "memory", "launch", "bubble")
-    return candidate.days * sum(candidate.prediction.share(kind) for kind in kinds)
 
 
 def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
@@ -227,24 +258,11 @@ def extra_tokens(gap: float, parameters: float, tokens: float) -> float:
 def loss_gap(layout: Layout, parameters: float) -> float:
     """Return the relative increase of the loss that compression and islands cause."""
     weights = (WEIGHT_GAPS if layout.zero == 3 else DIFFERENCE_GAPS)[layout.weight_bits]
-    return GRADIENT_GAPS[layout.gradient_bits] + weights + island_gap(layout.islands, parameters)
-
-
-def island_gap(islands: int, parameters: float) -> float:
-    """Return the relative increase of the loss by islands, at least 0."""
-    (factor, exponent), (alone, decay) = DILOCO[islands], DILOCO[1]
-    ratio = factor / alone * math.pow(parameters, exponent - decay)
-    return max(0.0, ratio - 1)
+    (factor, exponent), (alone, decay) = DILOCO[layout.islands], DILOCO[1]
+    islands = factor / alone * math.pow(parameters, exponent - decay) - 1
+    return GRADIENT_GAPS[layout.gradient_bits] + weights + max(0.0, islands)
 
 
 def critical_batch(tokens: float) -> float:
     """Return the tokens of a step beyond which larger batches need many more tokens (2505.13738)."""
     return float(2048 * 0.0471 * tokens**0.462)
-
-
-def outside(layout: Layout, parameters: float) -> Iterator[str]:
-    """Yield what the laws of `layout` have not been measured for."""
-    if (layout.gradient_bits or layout.weight_bits) and parameters > MEASURED:
-        yield f"loss with compression: measured up to {MEASURED / 1e6:g}M parameters"
-    if layout.islands > 1 and not DILOCO_RANGE[0] <= parameters <= DILOCO_RANGE[1]:
-        yield "loss with islands: the law holds from 35M to 10B parameters"

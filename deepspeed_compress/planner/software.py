@@ -29,7 +29,7 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Costs of a program.
+    """Costs of a program. Those that most programs do not have are 0 by default.
 
     Attributes:
         name: Name to print.
@@ -69,23 +69,23 @@ class Software:
     loss: float
     kernels: int
     dispatch: float
-    hooks: float
-    idle: float
     optimizer: float
     accumulate: float
     gradient: float
     owners_from: int
     bucket: float
-    persistent: float
-    reused: float
-    overlaps: bool
-    tensor_overlaps: bool
-    every_micro_batch: bool
-    selective: float
     held: int
-    update: int
     logit: int
-    eager: int
+    overlaps: bool = False
+    tensor_overlaps: bool = False
+    every_micro_batch: bool = False
+    hooks: float = 0.0
+    idle: float = 0.0
+    persistent: float = 0.0
+    reused: float = 0.0
+    selective: float = 0.0
+    update: int = 0
+    eager: int = 0
     states: int = 12
     hides: bool = True
     checkpoints: float = 1.0
@@ -107,23 +107,15 @@ _MEGATRON = Software(
     loss=36,
     kernels=20,
     dispatch=7e-6,
-    hooks=0.0,
-    idle=0.0,
     optimizer=42,
     accumulate=8,
     gradient=4,
     owners_from=1,
     bucket=4e7,
-    persistent=0,
-    reused=0,
     overlaps=True,
     tensor_overlaps=True,
-    every_micro_batch=False,
-    selective=0.0,
     held=4,
-    update=0,
     logit=6,
-    eager=0,
 )
 _DEEPSPEED = Software(
     name="deepspeed",
@@ -140,10 +132,7 @@ _DEEPSPEED = Software(
     bucket=5e8,
     persistent=1e5,
     reused=1e9,
-    overlaps=False,
-    tensor_overlaps=False,
     every_micro_batch=True,
-    selective=0.0,
     held=2,
     update=4,
     logit=10,

@@ -51,28 +51,18 @@ class Traffic:
     issue: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTraffic:
-    """All-reduces of hidden states of a layer and a micro-batch (1909.08053): two forward, two backward.
+def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout: Layout) -> tuple[Message, float]:
+    """Return the cost of the all-reduces of hidden states of a layer and a micro-batch, and the share that hides.
 
-    DeepSpeed's backward has one for each matrix that reads the same states: queries, keys, values, gate and up.
-
-    Attributes:
-        message: Cost of all of them.
-        hidden: Share that hides behind the products of weight gradients.
+    There are two forward and two backward (1909.08053), but DeepSpeed's backward has one for each matrix that reads the
+    same states: queries, keys, values, gate and up. What is computed again is sent again. The last two may hide behind
+    the products of weight gradients.
     """
-
-    message: Message
-    hidden: float
-
-
-def tensor_traffic(links: Links, device: Device, model: Model, seq: int, layout: Layout) -> TensorTraffic:
-    """Return the traffic between the ranks that share a layer. What is computed again is sent again."""
     size = layout.micro * seq * model.hidden * links.cluster.gpu.element
     backward = 5 if layout.engine == "deepspeed" and model.reads_separately else 2
     count = (4 if layout.recompute == "full" else 2) + backward
     message = links.reduce(size, links.group(layout.tensor, 1)).times(count)
-    return TensorTraffic(message, 2 / count if device.software.tensor_overlaps else 0.0)
+    return message, 2 / count if device.software.tensor_overlaps else 0.0
 
 
 def stage_message(links: Links, model: Model, seq: int, layout: Layout) -> Message:
@@ -135,7 +125,8 @@ class DataParallel:
         group = self._replicas
         repeated = layout.accumulation if self._reduces_often else 1
         bits = 0 if layout.shard_within else layout.gradient_bits
-        pieces, (mean, worst) = self._pieces(bits, self.device.software.bucket), self._gradient_widths(bits)
+        pieces = self._pieces(bits, self.device.software.bucket)
+        mean, worst = self._widths(bits, 8 * self.device.gradient)
         if bits:
             message = self._compressed(parameters / pieces, mean, group)
             message = replace(message, seconds=self._compressed(parameters / pieces, worst, group).seconds)
@@ -148,15 +139,8 @@ class DataParallel:
         size = f"{parameters:.3g} elements of {mean:g} bits"
         formula = f"{size}, {repeated:g} times, among {group.local} x {group.nodes} ranks in {pieces:g} messages"
         whole, window = message.times(pieces * repeated), self._gradient_window(bits)
-        issue = self._issue(pieces * repeated) if bits else 0.0
+        issue = self.device.issued(ISSUE) * pieces * repeated if bits else 0.0
         return Traffic("gradients", whole, window, pieces, coding * repeated, formula, issue)
-
-    def _issue(self, buckets: float) -> float:
-        """Return the seconds that the CPU takes to issue compressed buckets."""
-        return self.device.issued(ISSUE) * buckets
-
-    def _gradient_widths(self, bits: int) -> tuple[float, float]:
-        return self._widths(bits, 8 * self.device.gradient)
 
     def _widths(self, bits: int, plain: float) -> tuple[float, float]:
         """Return the bits of an element: the mean, and that of the rank which owns most of a tied embedding.
@@ -241,7 +225,9 @@ class DataParallel:
         count = layout.accumulation * (2 - min(1.0, software.reused / 2 / parameters))
         prefetched = bucket_size(stage.parameters, bits, LARGEST_BUCKET)
         pieces = min(stage.layers, math.ceil(stage.parameters / prefetched))
-        message = self._delivered(parameters / pieces, self._gathered_bits).times(pieces * count)
+        # With LoRA, nearly all elements are frozen.
+        plain = self.model.base_bits or 8 * self.device.gpu.element
+        message = self._delivered(parameters / pieces, plain).times(pieces * count)
         coding = self.device.coded(DECODE * parameters * count) if bits else 0.0
         formula = f"{parameters:.3g} elements gathered {count:.3g} times"
         window: Window = "all" if software.hides else "nothing"
@@ -250,11 +236,6 @@ class DataParallel:
             once = self.links.gather(small * self.device.gpu.element, self._replicas)
             formula = f"{small:.3g} elements gathered once"
             yield Traffic("persistent weights", once, "nothing", 1, 0.0, formula)
-
-    @property
-    def _gathered_bits(self) -> float:
-        """Bits of an uncompressed element that ZeRO 3 gathers: with LoRA, nearly all are frozen."""
-        return self.model.base_bits or 8 * self.device.gpu.element
 
     def _tied(self) -> Traffic:
         """Return the sum of both gradients of an embedding that the first and the last stage share."""
@@ -268,14 +249,14 @@ class DataParallel:
         count = layout.island_size // layout.shards
         group = self.links.group(count, layout.tensor * layout.shards)
         bits = layout.gradient_bits
-        width, _ = self._gradient_widths(bits)
+        width, _ = self._widths(bits, 8 * self.device.gradient)
         if bits:
             message = self.links.exchange(elements * width / 8, group).times(2)
         else:
             message = self.links.reduce(elements * self.device.gradient, group)
         coding = self.device.coded((ENCODE + DECODE) * elements) if bits else 0.0
         formula = f"{elements:.3g} elements of {width:g} bits among {count} nodes"
-        issue = self._issue(1) if bits else 0.0
+        issue = self.device.issued(ISSUE) if bits else 0.0
         # FSDP sends each unit's gradients on as soon as its node has their sum.
         early = self.device.software.overlaps and not bits
         pieces = self._pieces(0, self.device.software.bucket) if early else 1
@@ -290,7 +271,7 @@ class DataParallel:
         message = self.links.exchange(payload, group).times(2)
         coding = self.device.coded((ENCODE + DECODE) * elements) / layout.sync_every
         formula = f"{payload / 1e9:.3g} GB among {layout.islands} islands, every {layout.sync_every} steps"
-        message, issue = message.times(1 / layout.sync_every), self._issue(1) / layout.sync_every
+        message, issue = message.times(1 / layout.sync_every), self.device.issued(ISSUE) / layout.sync_every
         return Traffic("islands", message, "nothing", 1, coding, formula, issue)
 
 

@@ -1,11 +1,15 @@
 """Argument types for argparse, which prints their errors after the name of the option, and examples for `--help`."""
 
 import argparse
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
+
+T = TypeVar("T", int, float)
 
 
 def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
@@ -30,41 +34,36 @@ class Subcommands:
 
 def integer_from(least: int, why: str = "") -> Callable[[str], int]:
     """Return an argument type for integers of at least `least`. `why` is added to the error message."""
-    return partial(_integer, least=least, wanted=f"an integer from {least} up{why and f': {why}'}")
+    wanted = f"an integer from {least} up{why and f': {why}'}"
+    return partial(_between, kind=int, above=least - 1, below=2**63, wanted=wanted)
 
 
 def positive_integer(text: str) -> int:
     """Parse an integer of at least 1."""
-    return _integer(text, 1, "a positive integer")
-
-
-def _integer(text: str, least: int, wanted: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return number
+    return _between(text, int, 0, 2**63, "a positive integer")
 
 
 def port(text: str) -> int:
     """Parse a TCP port. 0 means any free port."""
-    number = _integer(text, 0, "a port from 0 to 65535")
-    if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return number
+    return _between(text, int, -1, 2**16, "a port from 0 to 65535")
 
 
 def positive_number(text: str) -> float:
     """Parse a finite number above 0."""
-    return _number(text, float("inf"), "a positive number")
+    return _between(text, float, 0, math.inf, "a positive number")
 
 
 def share(text: str) -> float:
     """Parse a fraction between 0 and 1, both excluded, such as "0.005" or "0.5%"."""
     factor = 100.0 if text.endswith("%") else 1.0
-    return _number(text.removesuffix("%"), factor, f"a number between 0 and {factor:g}") / factor
+    return _between(text.removesuffix("%"), float, 0, factor, f"a number between 0 and {factor:g}") / factor
+
+
+def _between(text: str, kind: Callable[[str], T], above: float, below: float, wanted: str) -> T:
+    with contextlib.suppress(ValueError):
+        if above < (number := kind(text)) < below:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
 
 def duration(text: str) -> float:
@@ -75,16 +74,6 @@ def duration(text: str) -> float:
         return seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _number(text: str, below: float, wanted: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < below:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return number
 
 
 def rate(text: str) -> float:

@@ -13,11 +13,10 @@ import sys
 from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from deepspeed_compress.checkpointing.completeness import LATEST_UNIVERSAL, Checkpoint, find_problems
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
-from deepspeed_compress.config.numbers import UNKNOWN, size
+from deepspeed_compress.config.numbers import shown, size
 from deepspeed_compress.errors import DataError, StateError
 from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.tools.outputs.report import printable
@@ -32,9 +31,7 @@ def _found(directory: Path) -> list[Checkpoint]:
     """
     found = CheckpointDirectory(directory).checkpoints() if directory.is_dir() else []
     if not found:
-        raise DataError(
-            f"{directory}: contains no checkpoints (directories with *_states.pt); choose another directory"
-        )
+        raise DataError(f"{directory}: contains no checkpoints (*_states.pt in directories); choose another directory")
     return found
 
 
@@ -43,24 +40,19 @@ def list_all(options: argparse.Namespace) -> int:
     found, latest = _found(options.directory), CheckpointDirectory(options.directory).latest_tag()
     texts = ("tag", "written", "saved by", "state")
     columns = ("tag", "step", "ranks", "size", *texts[1:])
-    rows = [_cells(one, latest) for one in found]
+    rows = []
+    for one in found:
+        written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
+        origin = "every" if one.automatic else "the program"
+        state = ("complete" if one.complete else "incomplete") + (", latest" if one.tag == latest else "")
+        figures = (shown(one.step, ",.0f"), shown(one.world, ",.0f"), size(one.size))
+        rows.append((printable(one.tag), *figures, written, origin, state))
     # Other commands take the tag as an argument, so it must not be wrapped.
     print_table("", columns, rows, texts, least=WIDTH)
     for one in found:
         if one.problem:
             print(f"error: {printable(one.problem)}")
     return 0
-
-
-def _cells(one: Checkpoint, latest: str | None) -> tuple[str, ...]:
-    written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
-    origin = "every" if one.automatic else "the program"
-    state = ("complete" if one.complete else "incomplete") + (", latest" if one.tag == latest else "")
-    return printable(one.tag), _shown(one.step), _shown(one.world), size(one.size), written, origin, state
-
-
-def _shown(number: int | None) -> str:
-    return UNKNOWN if number is None else f"{number:,}"
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -183,7 +175,10 @@ def transpose_gpt2(place: Path, linear: bool) -> None:
 
     folders = [folder for folder in (place / "zero").iterdir() if folder.is_dir()]
     attention = [folder for folder in folders if _ATTENTION.search(folder.name)]
-    if not attention or _is_linear(read_weight(attention[0] / "fp32.pt")[_WEIGHT]) == linear:
+    if not attention:
+        return
+    outputs, inputs = read_weight(attention[0] / "fp32.pt")[_WEIGHT].shape
+    if (outputs == 3 * inputs) == linear:
         return
     for folder in (one for one in folders if _CONV1D.search(one.name)):
         for file in folder.glob("*.pt"):
@@ -191,8 +186,3 @@ def transpose_gpt2(place: Path, linear: bool) -> None:
             if isinstance(found, dict):
                 # The other entries describe how the matrix was split, which would no longer be correct.
                 torch.save({_WEIGHT: found[_WEIGHT].t().contiguous()}, file)
-
-
-def _is_linear(matrix: Any) -> bool:
-    outputs, inputs = matrix.shape
-    return bool(outputs == 3 * inputs)

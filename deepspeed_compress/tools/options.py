@@ -130,26 +130,18 @@ def _add_cluster_arguments(subjects: Subcommands) -> None:
         "plan cluster --model 7B --gpus 64xH100 --network 100gbit/node --batch 4M-tokens --seq 4096",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --explain 1",
         "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 256 --seq 2048 --config now.json",
-        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --seq 2048 --choose 2 "
-        "--output plan",
-        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 64 --seq 2048 --software hf "
-        "--lora-rank 16",
+        "plan cluster --model config.json --gpus 8xA100 --network 100gbit --batch 256 --choose 2 --output plan",
+        "plan cluster --model config.json --gpus 16xA100 --network 10gbit --batch 64 --software hf --lora-rank 16",
         "plan cluster --model config.json --emulate 2x2,1gbit --batch 16 --seq 64 --measure measured.json",
     ]
     cluster = subjects.add("cluster", "tools.plan_cluster:run", what, examples)
     what = "config.json of the model, a directory with one, or a usual size: 0.5B, 1B, 3B, 7B, 8B, 13B, 14B, 32B, 70B"
     cluster.add_argument("--model", type=Path, required=True, metavar="FILE|DIR|SIZE", help=what)
-    what = (
-        "GPUs, such as 64xH100, 8x8xH100 or 8xA100+8xL4 (default: those of the launcher, a hostfile, Slurm, or this "
-        "machine)"
-    )
+    what = "such as 64xH100, 8x8xH100 or 8xA100+8xL4 (default: those of a launcher, hostfile, Slurm, or this machine)"
     cluster.add_argument("--gpus", metavar="NxTYPE", help=what)
     what = "hostfile of DeepSpeed with the nodes to count (default: /job/hostfile, if it exists)"
     cluster.add_argument("--hostfile", type=Path, metavar="FILE", help=what)
-    what = (
-        "rate of a node (100gbit or 100gbit/node), of its cards (8x200gbit), or of a card per GPU (200gbit/gpu); "
-        "default, without --gpus: what the cards of this machine say"
-    )
+    what = "rate of a node (100gbit/node, 8x200gbit) or of a GPU (200gbit/gpu); without --gpus, that of this machine"
     cluster.add_argument("--network", metavar="RATE", help=what)
     what = "GPUs in a node (default: the usual number of that type)"
     cluster.add_argument("--gpus-per-node", type=positive_integer, metavar="N", help=what)
@@ -233,9 +225,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     section = "file with the section, for programs that use DistributedDataParallel or fully_shard without DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     _add_tls_arguments(parser)
-    what = (
-        "options of the launcher, then SCRIPT and its arguments; or the command of a PROGRAM that starts its own ranks"
-    )
+    what = "options of the launcher, SCRIPT and its arguments; or the command of a PROGRAM that starts its own ranks"
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=what)
 
 
@@ -250,10 +240,7 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--spares", type=integer_from(0), default=0, metavar="N", help=what)
     what = "address of one of the hosts, where the agents of all hosts meet; run the same command on each host"
     group.add_argument("--rendezvous", metavar="HOST:PORT", help=what)
-    what = (
-        "time without a step or forward pass of any rank, after which all ranks restart (default: %(default)s); "
-        "collectives of a slow start or checkpoint need a longer DEEPSPEED_TIMEOUT, in minutes, too"
-    )
+    what = "time without a step of any rank, after which all restart; see DEEPSPEED_TIMEOUT, too (default: %(default)s)"
     group.add_argument("--hang", default="10 min", metavar="TIME", help=what)
     what = "time that ranks have to end before they are killed (default: %(default)s)"
     group.add_argument("--grace", default="30 s", metavar="TIME", help=what)

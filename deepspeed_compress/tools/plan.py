@@ -6,19 +6,10 @@ between islands, and how often to exchange.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.config import (
-    CompressConfig,
-    GradientsConfig,
-    Islands,
-    MethodConfig,
-    WeightsConfig,
-    expand,
-    parse_section,
-    read_ds_config,
-)
+from deepspeed_compress.config import GradientsConfig, Islands, MethodConfig, expand, parse_section, read_ds_config
 from deepspeed_compress.config.numbers import bit_rate
 from deepspeed_compress.config.schedules import brief, total_steps
 from deepspeed_compress.errors import ConfigError
@@ -57,25 +48,17 @@ def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
     section = parse_section(ds_config)
     total = steps or total_steps(ds_config, section.schedule)
     if section.schedule.phases and total is None:
-        raise ConfigError(
-            "--steps: is missing; the configuration has phases, but does not say how long training is; write --steps N"
-        )
-    found = timeline(SettingsSchedule(section, total))
+        raise ConfigError("--steps: is missing, and a configuration with phases does not say it; write --steps N")
+    found = [one for one in timeline(SettingsSchedule(section, total)) if total is None or one[0] < total]
     ends: Sequence[int | None] = [*(first - 1 for first, *_ in found[1:]), total - 1 if total else None]
     halves = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
     raw = 16 if any(half.get("enabled") for half in halves if isinstance(half, dict)) else 32
-    made = [
-        Interval(first, last, _named(section, settings, weights), _bits(settings, raw))
+    # Weights are named if phases change them.
+    name_weights = any(phase.weights for phase in section.schedule.phases)
+    return [
+        Interval(first, last, brief(settings) + f", weights {brief(weights)}" * name_weights, _bits(settings, raw))
         for (first, settings, weights), last in zip(found, ends, strict=True)
-        if total is None or first < total
     ]
-    return made if total is None else [*made[:-1], replace(made[-1], last=total - 1)]
-
-
-def _named(section: CompressConfig, settings: GradientsConfig, weights: WeightsConfig) -> str:
-    """Return a short text of the settings. Weights are included if phases change them."""
-    phases = any(phase.weights for phase in section.schedule.phases)
-    return f"{brief(settings)}, weights {brief(weights)}" if phases else brief(settings)
 
 
 def _bits(settings: GradientsConfig, raw: int) -> float | None:
@@ -119,7 +102,7 @@ class Plan:
 
 
 def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, step_seconds: float) -> list[Plan]:
-    """Return a plan for each of the usual intervals and for the configured one.
+    """Return a plan for each of the usual intervals and for the configured one, whose time is converted to steps.
 
     Args:
         settings: Settings of islands.
@@ -132,22 +115,17 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
         ConfigError: The size of a message is not known in advance, or islands are asynchronous.
     """
     if settings.elastic is not None and settings.elastic.parameter_server is not None:
-        raise ConfigError(
-            "/deepspeed_compress/islands/elastic/parameter_server: pushes do not block training, so their cost is not "
-            "estimated; leave it out for an estimate of blocking exchanges"
-        )
-    vector = parameters * (_bits_of_exchange(settings) + _bits_of_moments(settings)) / 8
-    intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
+        key = "/deepspeed_compress/islands/elastic/parameter_server"
+        raise ConfigError(f"{key}: pushes do not block training, so they have no such cost; leave it out to see others")
+    moments = 0.0 if settings.second_moments is None else 32.0 / settings.second_moments.block_size
+    vector = parameters * (_bits_of_exchange(settings) + moments) / 8
+    time = settings.sync_seconds
+    written = settings.sync_steps or (1 if time is None else max(1, round(time / step_seconds)))
+    intervals = sorted({*CANDIDATES, written})
     # As in an all-reduce, an island sends the parts that others own, and the mean of its own part to all others.
     size = 2 * (islands - 1) / islands * vector
     seconds = 8 * size / bandwidth
     return [Plan(every, size / every, seconds, _ratio(settings, every, seconds, step_seconds)) for every in intervals]
-
-
-def written_steps(settings: Islands, step: float) -> int:
-    """Return `sync_every` in steps. A time is converted to the nearest number of steps of `step` seconds."""
-    time = settings.sync_seconds
-    return settings.sync_steps or (1 if time is None else max(1, round(time / step)))
 
 
 def _bits_of_exchange(settings: Islands) -> float:
@@ -155,16 +133,9 @@ def _bits_of_exchange(settings: Islands) -> float:
     if exchange.method == "none":
         return 32.0
     if not isinstance(exchange, MethodConfig):
-        raise ConfigError(
-            f'/deepspeed_compress/islands/exchange/method: the bytes of "{exchange.method}" depend on shapes, so they '
-            'cannot be planned (allowed: other methods); write {"method": "blockwise", "bits": 4}'
-        )
+        key, method = "/deepspeed_compress/islands/exchange/method", exchange.method
+        raise ConfigError(f'{key}: the bytes of "{method}" depend on shapes; write another method, such as "blockwise"')
     return exchange.bits_per_element()
-
-
-def _bits_of_moments(settings: Islands) -> float:
-    """Return the bits per parameter of second moments."""
-    return 0.0 if settings.second_moments is None else 32.0 / settings.second_moments.block_size
 
 
 def _ratio(settings: Islands, every: int, seconds: float, step: float) -> float:
@@ -178,9 +149,12 @@ def _ratio(settings: Islands, every: int, seconds: float, step: float) -> float:
     return max(1.0 + waited / (every * step), seconds / (every * step))
 
 
-def fitting(found: Sequence[Plan]) -> Plan | None:
-    """Return the most frequent exchange that costs little, or None if none does."""
-    return next((plan for plan in found if plan.step_ratio <= 1 + MAX_COST), None)
+def recommendation(found: Sequence[Plan]) -> str:
+    """Return which is the most frequent exchange that costs little, or that none does."""
+    best = next((plan for plan in found if plan.step_ratio <= 1 + MAX_COST), None)
+    if best is None:
+        return "every interval costs more than 5 % of the time; send fewer bits, or set a delay"
+    return f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
 
 
 def run_islands(options: argparse.Namespace) -> int:
@@ -191,9 +165,7 @@ def run_islands(options: argparse.Namespace) -> int:
     expand(ds_config, section)
     settings = section.islands
     if settings is None:
-        raise ConfigError(
-            f'{options.config}: /deepspeed_compress/islands is missing; write "islands": {{"by_host": true}}'
-        )
+        raise ConfigError(f'{options.config}: /deepspeed_compress/islands is missing; write {{"by_host": true}} there')
     parameters = round(read_count(options.model, "--model"))
     most = section.communication.max_rate
     rate = options.bandwidth if most is None else min(options.bandwidth, bit_rate(most))
@@ -201,22 +173,13 @@ def run_islands(options: argparse.Namespace) -> int:
     least = max(settings.fragments, settings.delay + 1)
     found = plans(settings, options.hosts, parameters, rate, options.step)
     found = [plan for plan in found if plan.sync_every >= least]
+    title = f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s"
     columns = ("sync_every", "MB a step", "seconds an exchange", "step against none")
-    print_table(_title(options, parameters, rate), columns, map(_figures, found))
-    print(_recommendation(fitting(found)))
+    print_table(title, columns, map(_figures, found))
+    print(recommendation(found))
     return 0
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
     sent, seconds, ratio = f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}"
     return str(plan.sync_every), sent, seconds, ratio
-
-
-def _recommendation(best: Plan | None) -> str:
-    if best is None:
-        return "every interval costs more than 5 % of the time; send fewer bits, or set a delay"
-    return f"sync_every {best.sync_every} costs {100 * (best.step_ratio - 1):.1f} % of the time"
-
-
-def _title(options: argparse.Namespace, parameters: int, rate: float) -> str:
-    return f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s"

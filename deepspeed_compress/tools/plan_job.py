@@ -3,9 +3,8 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,10 @@ def read_job(options: argparse.Namespace) -> Job:
     model = replace(read_model(options.model), rank=options.lora_rank or 0, base_bits=options.base_bits or 0.0)
     seq = options.seq or min(USUAL_LENGTH, model.longest)
     if seq > model.longest:
-        raise ConfigError(
-            f"--seq: {seq} tokens are more than the {model.longest} positions of {options.model}; write fewer, "
-            "or change the model"
-        )
+        raise ConfigError(f"--seq: {seq} tokens are more than the {model.longest} positions of the model; write fewer")
     if options.mean_length and options.mean_length > seq:
-        raise ConfigError(
-            f"--mean-length: {options.mean_length} tokens are more than the {seq} of --seq to which documents are "
-            "padded; write fewer, or a larger --seq"
-        )
+        length = options.mean_length
+        raise ConfigError(f"--mean-length: {length} tokens are more than the {seq} of --seq; write at most as many")
     cluster = _cluster(options)
     batch = _batch(options, seq, cluster)
     tokens = read_count(options.tokens) if options.tokens else 20.0 * model.trained_parameters
@@ -61,18 +55,13 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         ConfigError: Two of them are given, or nothing is found.
     """
     emulated = options.emulate
-    if emulated is None:
-        return _found_cluster(options) if options.gpus is None else _written_cluster(options)
-    written = (options.gpus, options.network, options.gpus_per_node, options.hostfile)
-    if any(written) or len(emulated.rates) > 1 or emulated.rates == ("none",):
-        raise ConfigError(
-            "--emulate: describes all hosts and one rate; write 2x2,1gbit, for example, and leave out --gpus, "
-            "--gpus-per-node, --hostfile and --network"
-        )
-    return read_cluster(f"{emulated.ranks}xCPU", emulated.rates[0], emulated.per_host)
-
-
-def _written_cluster(options: argparse.Namespace) -> Cluster:
+    if emulated is not None:
+        written = (options.gpus, options.network, options.gpus_per_node, options.hostfile)
+        if any(written) or len(emulated.rates) > 1 or emulated.rates == ("none",):
+            raise ConfigError("--emulate: describes all hosts and one rate; write 2x2,1gbit, and no other cluster")
+        return read_cluster(f"{emulated.ranks}xCPU", emulated.rates[0], emulated.per_host)
+    if options.gpus is None:
+        return _found_cluster(options)
     if options.hostfile is not None:
         raise ConfigError("--hostfile: says how many GPUs there are, as --gpus does; leave one of them out")
     if options.network is None:
@@ -86,15 +75,14 @@ def _found_cluster(options: argparse.Namespace) -> Cluster:
     Raises:
         ConfigError: The GPUs do not fill whole nodes, or nothing is found.
     """
-    found = find_machine(options.hostfile)
-    per_node = options.gpus_per_node or found.per_node
-    if found.count % per_node:
-        raise ConfigError(
-            f"--gpus-per-node: the {found.count} GPUs that were found do not fill nodes of {per_node}; write a divisor"
-        )
-    is_alone = found.count == per_node
-    network: Callable[[], float] = partial(read_network, options.network, per_node) if options.network else find_network
-    return Cluster(found.gpu, found.count, per_node, found.gpu.link_rate if is_alone else network())
+    gpu, count, per_node = find_machine(options.hostfile)
+    per_node = options.gpus_per_node or per_node
+    if count % per_node:
+        raise ConfigError(f"--gpus-per-node: the {count} GPUs here do not fill nodes of {per_node}; write a divisor")
+    if count == per_node:
+        return Cluster(gpu, count, per_node, gpu.link_rate)
+    network = read_network(options.network, per_node) if options.network else find_network()
+    return Cluster(gpu, count, per_node, network)
 
 
 def _batch(options: argparse.Namespace, seq: int, cluster: Cluster) -> int:
@@ -105,12 +93,16 @@ def _batch(options: argparse.Namespace, seq: int, cluster: Cluster) -> int:
     """
     if options.batch:
         return read_batch(options.batch, seq)
-    batch = None if options.config is None else written_batch(options.config, cluster.gpus)
-    if batch is None:
-        raise ConfigError(
-            "--batch: is missing; write the sequences of a step, such as 256, or a --config with train_batch_size"
-        )
-    return batch
+    ds_config = {} if options.config is None else read_ds_config(options.config)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, accumulation = (ds_config.get(name) for name in names)
+    if isinstance(whole, int):
+        return whole
+    if not isinstance(micro, int):
+        raise ConfigError("--batch: is missing; write the sequences of a step, or a --config with train_batch_size")
+    setup = read_setup(options.config, cluster.per_node)
+    replicas = cluster.gpus // (setup.tensor * setup.pipeline)
+    return micro * replicas * (accumulation if isinstance(accumulation, int) else 1)
 
 
 def read_batch(text: str, seq: int) -> int:
@@ -127,9 +119,7 @@ def read_batch(text: str, seq: int) -> int:
     except ValueError:
         sequences = 0
     if not 0.5 < sequences <= MOST_SEQUENCES:
-        raise ConfigError(
-            f"--batch: {text!r} is not a batch of 1 to {MOST_SEQUENCES:,} sequences; write 1024, or 4M-tokens"
-        )
+        raise ConfigError(f"--batch: {text!r} is not 1 to {MOST_SEQUENCES:,} sequences; write 1024, or 4M-tokens")
     return round(sequences)
 
 
@@ -139,11 +129,8 @@ def read_count(text: str, option: str = "--tokens") -> float:
     Raises:
         ConfigError: The text is no such number.
     """
-    match = re.fullmatch(r"([0-9.]+)([kmbt]?)", text.strip().lower())
-    try:
-        number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
-    except ValueError:
-        number = 0.0
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([kmbt]?)", text.strip().lower())
+    number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
     if not 0 < number < MOST_COUNT:
         raise ConfigError(f"{option}: {text!r} is not a number below {MOST_COUNT:g}; write 300B, for example")
     return number
@@ -204,18 +191,6 @@ def read_setup(file: Path, per_node: int) -> Setup:
     )
 
 
-def written_batch(file: Path, gpus: int) -> int | None:
-    """Return the sequences of a step that `file` describes on `gpus` GPUs; None if it leaves them open."""
-    ds_config = read_ds_config(file)
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, accumulation = (ds_config.get(name) for name in names)
-    if isinstance(whole, int):
-        return whole
-    setup = read_setup(file, gpus)
-    replicas = gpus // (setup.tensor * setup.pipeline)
-    return micro * replicas * (accumulation if isinstance(accumulation, int) else 1) if isinstance(micro, int) else None
-
-
 def _offload(file: Path, ds_config: Mapping[str, Any]) -> Offload:
     """Return what a configuration moves to the memory of the host.
 
@@ -226,10 +201,8 @@ def _offload(file: Path, ds_config: Mapping[str, Any]) -> Offload:
     devices = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
     found = _OFFLOADS.get(tuple(devices))
     if found is None:
-        raise ConfigError(
-            f'--config {file}: "offload_optimizer" to {devices[0]} with "offload_param" to {devices[1]} is not '
-            'predicted (allowed: neither, the first, or both to "cpu"); name a file without it'
-        )
+        moved = f'"offload_optimizer" to {devices[0]} with "offload_param" to {devices[1]}'
+        raise ConfigError(f'--config {file}: {moved} is not predicted; write "cpu" for neither, the first, or both')
     return found
 
 
@@ -262,17 +235,11 @@ CARDS = Path("/sys/class")
 """Directory in which Linux describes network cards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """GPUs at hand: `count` in all, `per_node` in each node."""
+def find_machine(hostfile: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Gpu, int, int]:
+    """Find the GPUs of the launcher that started this process, of `hostfile`, of a Slurm job, or of this machine.
 
-    gpu: Gpu
-    count: int
-    per_node: int
-
-
-def find_machine(hostfile: Path | None, environment: Mapping[str, str] = os.environ) -> Machine:
-    """Return the GPUs of the launcher that started this process, of `hostfile`, of a Slurm job, or of this machine.
+    Returns:
+        Their type, their number in all, and that of a node.
 
     Raises:
         ConfigError: There are none, their type is not known, or nodes have different numbers of them.
@@ -286,10 +253,8 @@ def find_machine(hostfile: Path | None, environment: Mapping[str, str] = os.envi
     else:
         count, per_node = int(environment.get("SLURM_JOB_NUM_NODES", 1)) * local, local
     if name is None:
-        raise ConfigError(
-            "--gpus: is missing, and there is no GPU here; write 16xA100, for example, or --emulate 2,1gbit"
-        )
-    return Machine(find_gpu(name), count, per_node)
+        raise ConfigError("--gpus: is missing, and there is no GPU here; write 16xA100, or --emulate 2,1gbit")
+    return find_gpu(name), count, per_node
 
 
 def _local_gpus(environment: Mapping[str, str]) -> tuple[str | None, int]:

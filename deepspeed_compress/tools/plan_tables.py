@@ -1,17 +1,13 @@
 """Output of ``ds-compress plan cluster``: the choices, and the terms of one."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from deepspeed_compress.choice_names import LOSS, TIMES
 from deepspeed_compress.config.numbers import short
-from deepspeed_compress.planner.choices import FASTER, Choice, better_batch, packing_gain
+from deepspeed_compress.planner.choices import FASTER, Choice, Kind, better_batch, divide, fastest_alone, packing_gain
 from deepspeed_compress.planner.measured import Measured
-from deepspeed_compress.planner.mixed import Division, divide, fastest_alone
 from deepspeed_compress.planner.search import MEASURED, TIE, Candidate, Job, Plan, critical_batch
-from deepspeed_compress.tools.tables import new_console, new_table, print_table
-
-WIDTH = 160
-"""Least width of tables in characters. A narrower table would break the names of layouts."""
+from deepspeed_compress.tools.tables import WIDTH, new_console, new_table, print_table
 
 
 def _title(job: Job) -> str:
@@ -28,31 +24,21 @@ def sequences(job: Job) -> str:
     return f"{job.batch} sequence{'s' if job.batch > 1 else ''}"
 
 
-_MARKS = {"fits": "", "tight": "?", "does not fit": "!"}
-"""Marks of memory by verdict."""
+_MEMORY = {
+    "tight": "? Memory is tight: it fits only if the estimate is right.",
+    "does not fit": "! It does not fit into memory, by the estimate.",
+}
+"""Notes about memory by verdict, which begin with the mark of those rows."""
 
 
-def _memory(candidate: Candidate) -> str:
-    memory = candidate.prediction.memory
-    host = f" + {memory.host / 1e9:.0f} GB of the host" * (memory.host > 0)
-    return f"{memory.total / 1e9:.0f} GB{_MARKS[candidate.verdict]}{host}"
-
-
-def _sent(candidate: Candidate, job: Job) -> str:
-    """Return the bytes that a node sends to others in a step."""
-    return f"{job.cluster.per_node * sum(term.outside for term in candidate.prediction.terms) / 1e9:.3g} GB"
-
-
-def _memory_notes(shown: Collection[Candidate]) -> Iterator[str]:
-    verdicts = {one.verdict for one in shown}
-    if "tight" in verdicts:
-        yield "? Memory is tight: it fits only if the estimate is right."
-    if "does not fit" in verdicts:
-        yield "! It does not fit into memory, by the estimate."
-
-
-def _doubts(plan: Plan, job: Job) -> Iterator[str]:
-    """Yield what speaks against the batch, or against the prediction."""
+def _doubts(now: Candidate, plan: Plan, job: Job) -> Iterator[str]:
+    """Yield what packing documents would gain, and what speaks against the batch, or against the prediction."""
+    if job.mean_length:
+        gain = packing_gain(job, now)
+        yield (
+            f"{1 - job.trained:.0%} of the tokens are padding. Packed documents with attention inside each "
+            f"(FlashAttention's varlen kernels) train {gain:.2g} times as many tokens per second in row 1."
+        )
     better = better_batch(job, plan)
     if better is not None:
         yield f"With {better[0]} sequences per step, {better[1]:.0%} more tokens would be trained per second."
@@ -74,36 +60,45 @@ def print_choices(
         if number == len(found) + 1:
             table.add_section()
         table.add_row(str(number), *_choice_cells(choice, found[0].seconds, job))
+    # A narrower table would break the names of layouts.
     new_console(WIDTH).print(table)
-    everything = [*found, *others]
-    for line in _memory_notes([one.candidate for one in everything]):
-        print(line)
-    if any(" %" in one.loss for one in everything):
-        size = "" if job.model.parameters <= MEASURED else ", not at this size"
-        print(f"Loss: measured with up to {short(MEASURED)} parameters{size}.")
-    if others:
-        print("Below the line, training itself changes.")
-    print(f'Ranges mostly move together, so "{TIMES}" is more certain than seconds.')
-    if measured is not None:
-        steps = [f"{step.layout} ({step.seconds:.3g} s)" for step in measured.steps]
-        print(f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}.")
-    if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
-        print("Nothing that trains as now is more than a tenth faster.")
-    for line in (*_kind_notes(found[0].candidate, plan, job), *_padding_notes(found[0], job), *_doubts(plan, job)):
+    now = found[0].candidate
+    for line in (*_notes(found, others, job, measured), *_kind_notes(now, plan, job), *_doubts(now, plan, job)):
         print(line)
     print("--choose N --output DIR writes the files of a row, --explain N shows its terms.")
 
 
+def _notes(found: Sequence[Choice], others: Sequence[Choice], job: Job, measured: Measured | None) -> Iterator[str]:
+    """Yield what the figures of the table mean, and which of them were measured."""
+    everything = [*found, *others]
+    for verdict, note in _MEMORY.items():
+        if any(one.candidate.verdict == verdict for one in everything):
+            yield note
+    if any(" %" in one.loss for one in everything):
+        size = "" if job.model.parameters <= MEASURED else ", not at this size"
+        yield f"Loss: measured with up to {short(MEASURED)} parameters{size}."
+    if others:
+        yield "Below the line, training itself changes."
+    yield f'Ranges mostly move together, so "{TIMES}" is more certain than seconds.'
+    if measured is not None:
+        steps = [f"{step.layout} ({step.seconds:.3g} s)" for step in measured.steps]
+        yield f"Measured here: links, matrix products, kernels{', a step of ' * bool(steps)}{', '.join(steps)}."
+    if all(one.seconds > FASTER * found[0].seconds for one in found[1:]):
+        yield "Nothing that trains as now is more than a tenth faster."
+
+
 def _choice_cells(choice: Choice, seconds: float, job: Job) -> Sequence[str]:
-    candidate = choice.candidate
-    low, high = candidate.prediction.interval
+    candidate, prediction = choice.candidate, choice.candidate.prediction
+    (low, high), memory = prediction.interval, prediction.memory
+    host = f" + {memory.host / 1e9:.0f} GB of the host" * (memory.host > 0)
+    sent = job.cluster.per_node * sum(term.outside for term in prediction.terms)
     return (
         choice.name,
         f"{choice.seconds:.3g} ({low:.3g}-{high:.3g})",
         f"{seconds / choice.seconds:.2g}",
         f"{candidate.days:.3g}",
-        _memory(candidate),
-        _sent(candidate, job),
+        f"{memory.total / 1e9:.0f} GB{_MEMORY.get(candidate.verdict, '')[:1]}{host}",
+        f"{sent / 1e9:.3g} GB",
         choice.loss,
     )
 
@@ -114,51 +109,33 @@ def _kind_notes(now: Candidate, plan: Plan, job: Job) -> Iterator[str]:
     if job.cluster.kinds and now.layout.pipeline > 1:
         yield "All stages of a pipeline are predicted with the worst figures of all kinds of GPUs."
     elif job.cluster.kinds:
-        division = divide(job, now)
-        slowest, fastest = division.kinds[0], division.kinds[-1]
-        smallest = min((kind.gpu for kind in division.kinds), key=lambda gpu: gpu.memory)
+        kinds, gain = divide(job, now)
+        slowest, fastest = kinds[0], kinds[-1]
+        smallest = min((kind.gpu for kind in kinds), key=lambda gpu: gpu.memory)
         yield (
             f"{slowest.gpu.name} limits computing: it takes {slowest.seconds / fastest.seconds:.2g} times as long as "
             f"{fastest.gpu.name}. {smallest.name} limits memory to {smallest.memory / 1e9:.0f} GB."
         )
-        yield from _division_notes(division, now)
+        yield from _division_notes(kinds, gain, now)
     if alone is not None:
         yield f"The fastest choice on {alone[1].gpus} {alone[1].gpu.name} alone is {alone[0]:.2g} {TIMES} as on all."
 
 
-def _division_notes(division: Division, now: Candidate) -> Iterator[str]:
+def _division_notes(kinds: Sequence[Kind], gain: float, now: Candidate) -> Iterator[str]:
     """Yield the sequences with which all GPUs end together, and how to give them to DeepSpeed."""
-    if division.gain < 1 + TIE:
+    if gain < 1 + TIE:
         yield "Another division of the batch would gain row 1 less than 5 %."
         return
-    each = zip(division.sequences, division.kinds, strict=True)
-    shares = ", ".join(f"{sequences:.3g} on {kind.gpu.name}" for sequences, kind in each)
+    shares = ", ".join(f"{kind.sequences:.3g} on {kind.gpu.name}" for kind in kinds)
     replica = "each GPU" if now.layout.tensor == 1 else f"every {now.layout.tensor} GPUs"
     yield (
         f"All end together with these sequences per step for {replica}: {shares}. Row 1 is then at most "
-        f"{division.gain:.2g} {TIMES}."
+        f"{gain:.2g} {TIMES}."
     )
     yield (
         "DeepSpeed divides batches equally. With data loaders of your own, micro-batches may differ if each rank "
         "multiplies its loss by its sequences x ranks / sequences of all."
     )
-
-
-def _padding_notes(now: Choice, job: Job) -> Iterator[str]:
-    """Yield what packing documents would gain, if they are padded."""
-    if job.mean_length:
-        gain = packing_gain(job, now.candidate)
-        yield (
-            f"{1 - job.trained:.0%} of the tokens are padding. Packed documents with attention inside each "
-            f"(FlashAttention's varlen kernels) train {gain:.2g} times as many tokens per second in row 1."
-        )
-
-
-def print_refused(plan: Plan) -> None:
-    """Print why layouts were refused, and how many for each reason."""
-    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in plan.refused.most_common())
-    if reasons:
-        print(f"Refused: {reasons}.")
 
 
 def explain(candidate: Candidate, job: Job) -> None:

@@ -22,9 +22,7 @@ def check_plotting(option: str, file: Path | None = None) -> None:
 
     if file is not None and file.suffix.removeprefix(".").lower() not in FigureCanvasBase.filetypes:
         kinds = ", ".join(sorted(f".{kind}" for kind in FigureCanvasBase.filetypes))
-        raise UnsupportedError(
-            f"{option} {file}: is not a picture file (allowed: {kinds}); write {file.with_suffix('.png')}"
-        )
+        raise UnsupportedError(f"{option} {file}: is no picture (allowed: {kinds}); write {file.with_suffix('.png')}")
 
 
 def new_figure(width: float, height: float) -> Any:

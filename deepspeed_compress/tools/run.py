@@ -11,10 +11,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
 from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.config.numbers import seconds
@@ -58,7 +57,10 @@ def run(options: argparse.Namespace) -> int:
     check_configurations(arguments, options.allow_uncompressed)
     for text in find_uncompressed(arguments):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
-    return _run_agent(options, command) if agent else _exec(command)
+    if agent:
+        return _run_agent(options, command)
+    # The launcher replaces this process, so signals and exit codes need not be forwarded.
+    return os.execv(command[0], command)
 
 
 _WITHOUT_LAUNCHER = ("deepspeed", "none")
@@ -81,14 +83,9 @@ def _command(options: argparse.Namespace, arguments: Sequence[str], agent: bool,
     return program_command(program, arguments[1:], own)
 
 
-def _exec(command: list[str]) -> NoReturn:
-    """Replace this process by the launcher, so that signals and exit codes need not be forwarded."""
-    os.execv(command[0], command)
-
-
-_LOCAL_ONLY = ("127.0.0.1", 0)
-_SERVICE = Service(SUPERVISOR, FROM_AGENTS)
-_AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
+_TIMES: Mapping[str, object] = {"hang": "10 min", "grace": "30 s", "wait": "10 min"}
+_AGENT_OPTIONS = {"ranks": None, "hosts": 1, "spares": 0, "rendezvous": None, **_TIMES}
+"""Options that require `--restarts`, with their defaults."""
 
 
 def uses_agent(options: argparse.Namespace) -> bool:
@@ -97,7 +94,7 @@ def uses_agent(options: argparse.Namespace) -> bool:
     Raises:
         ConfigError: An option that requires `--restarts` is given without it, or one that it requires is missing.
     """
-    given = [name for name in _AGENT_OPTIONS if getattr(options, name) not in (None, False, _DEFAULTS.get(name))]
+    given = [name for name, default in _AGENT_OPTIONS.items() if getattr(options, name) != default]
     if options.restarts is None:
         if given:
             raise ConfigError(f"--{given[0]}: has no effect without --restarts; write --restarts N, or leave it out")
@@ -113,9 +110,6 @@ def uses_agent(options: argparse.Namespace) -> bool:
     return True
 
 
-_DEFAULTS = {"hosts": 1, "spares": 0, "hang": "10 min", "grace": "30 s", "wait": "10 min"}
-
-
 def _run_agent(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Run the agent and return the exit code of the job. `command` runs the program in one process."""
     job = JobOptions(
@@ -124,7 +118,9 @@ def _run_agent(options: argparse.Namespace, command: Sequence[str]) -> int:
     )  # fmt: skip
     grace = _seconds(options, "grace")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    supervisor = Supervisor(job, functools.partial(size_problem, _configuration(options.arguments)), _log)
+    file: Path | None = next(find_configurations(options.arguments), None)
+    ds_config = None if file is None else read_ds_config(file)
+    supervisor = Supervisor(job, functools.partial(size_problem, ds_config), _log)
     # A single host communicates only with itself, so it needs no shared secret.
     credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
     with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
@@ -146,17 +142,18 @@ def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
-def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:
-    """Return the DeepSpeed configuration in the program's arguments, or None."""
-    file: Path | None = next(find_configurations(arguments), None)
-    return None if file is None else read_ds_config(file)
-
-
 @contextmanager
 def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credentials) -> Iterator[tuple[str, int]]:
     """Yield the address of the supervisor, and run it in this process if the address is this host's and still free."""
-    host, port = _address(rendezvous)
-    server = _server(supervisor, host, port, credentials)
+    try:
+        host, port = ("127.0.0.1", 0) if rendezvous is None else parse_address(rendezvous)
+    except ValueError as error:
+        raise ConfigError(f"--rendezvous: {error}") from error
+    listen_address, server = _listen_address(host), None
+    # It is not served here if it is that of another host, or if another agent of this host serves it.
+    with suppress(OSError):
+        service = Service(SUPERVISOR, FROM_AGENTS)
+        server = MachineServer(service, supervisor, None, listen_address, port, _log, credentials)
     if server is None:
         yield host, port
         return
@@ -169,15 +166,6 @@ def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credent
         thread.join()
 
 
-def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> MachineServer | None:
-    """Return a server, or None if the address belongs to another host or another agent of this host uses it."""
-    listen_address = _listen_address(host)
-    try:
-        return MachineServer(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
-    except OSError:
-        return None
-
-
 def _listen_address(host: str) -> str:
     """Return the address to listen on: `host`, or "" (all) if the host resolves its own name to a loopback address."""
     try:
@@ -185,15 +173,6 @@ def _listen_address(host: str) -> str:
     except OSError as error:
         raise ConfigError(f"--rendezvous {host}: {error}; write the address of one of the hosts") from error
     return "" if known.startswith("127.") and known != host and host != "localhost" else host
-
-
-def _address(rendezvous: str | None) -> tuple[str, int]:
-    if rendezvous is None:
-        return _LOCAL_ONLY
-    try:
-        return parse_address(rendezvous)
-    except ValueError as error:
-        raise ConfigError(f"--rendezvous: {error}") from error
 
 
 def _log(text: str) -> None:

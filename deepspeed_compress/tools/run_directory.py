@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import STATISTICS, VERSIONS
 from deepspeed_compress.monitor.journal import CONFIGURATION, EVENTS, Part
@@ -178,9 +179,7 @@ def read_content(file: Path) -> bytes:
         reason = error.strerror or str(error).removeprefix(f"{file} ")
         raise DataError(f"{file}: cannot be read ({reason}); give the directory of a run") from None
     if len(content) > LARGEST_TEXT:
-        raise DataError(
-            f"{file}: has more than {LARGEST_TEXT:,} bytes; write fewer lines, as with a larger monitor.every"
-        )
+        raise DataError(f"{file}: has more than {LARGEST_TEXT:,} bytes; write a larger monitor.every")
     return content
 
 
@@ -257,7 +256,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     summary = read_object(directory / SUMMARY, Summary)
     named = Path((summary or {}).get("monitor_path") or directory)
     ds_config = config if config is not None else _first_object(directory / CONFIGURATION, named / CONFIGURATION)
-    monitor = _monitor([directory, named, *_configured(ds_config)])
+    monitor = _find_statistics(directory, named, value_at(ds_config, (SECTION, "monitor", "path")))
     statistics, events = read_lines(monitor / STATISTICS, Statistic), _all_events(monitor)
     versions = read_lines(monitor / VERSIONS, Figures)
     # Versions may be written before the first step is measured.
@@ -349,16 +348,10 @@ def _last_run(lines: Sequence[Line]) -> str | None:
     return None if part is None else part.id
 
 
-def _configured(ds_config: Line | None) -> list[Path]:
-    section = (ds_config or {}).get(SECTION)
-    monitor = section.get("monitor") if isinstance(section, Mapping) else None
-    path = monitor.get("path") if isinstance(monitor, Mapping) else None
-    return [Path(path)] if path and isinstance(path, str) else []
-
-
-def _monitor(places: Sequence[Path]) -> Path:
+def _find_statistics(directory: Path, named: Path, configured: object) -> Path:
     """Return the directory of the statistics. They may have been moved together with the run."""
-    return next((place for place in places if is_file(place / STATISTICS)), places[0])
+    places = [directory, named, *([Path(configured)] if configured and isinstance(configured, str) else [])]
+    return next((place for place in places if is_file(place / STATISTICS)), directory)
 
 
 def _trainer(directory: Path) -> Line | None:

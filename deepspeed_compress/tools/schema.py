@@ -1,4 +1,4 @@
-"""`ds-compress schema`: print the JSON Schema of the section or of a whole file for editors, or a table of the keys."""
+"""`ds-compress check` and `schema`: the errors and values of a section, and the JSON Schema or a table of all keys."""
 
 import argparse
 import json
@@ -7,11 +7,30 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config import check_world, parse_section, read_ds_config
 from deepspeed_compress.config.schema import choices, describe, json_schema
+from deepspeed_compress.config.section import find_problems
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Key, keys
 from deepspeed_compress.tools.lint.values import listed
 
 Node = dict[str, Any]
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the errors, or the section with its defaults as JSON. Return exit code 1 if there are errors, else 0."""
+    ds_config = read_ds_config(options.config)
+    problems = find_problems(ds_config, options.world_size)
+    for problem in problems:
+        print(f"error: {problem}")
+    if problems:
+        print(f"{options.config}: {len(problems)} error{'s' if len(problems) > 1 else ''}")
+        return 1
+    section = parse_section(ds_config)
+    print(json.dumps(section.model_dump(mode="json"), indent=2))
+    if options.world_size is not None:
+        ranks = check_world(section, options.world_size, ds_config)
+        print(f"data-parallel size: {ranks} of {options.world_size} ranks")
+    return 0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,13 +104,15 @@ class _Page:
         for key, child in node["properties"].items():
             inside = f"{place}.{key}".removeprefix(".")
             items = f"{inside}[]" if child.get("type") == "array" else inside
-            names = _references(child)
+            # A value, or an item of it, can be one of several objects.
+            names = list(dict.fromkeys(re.findall(r'"\$ref": "#/\$defs/(\w+)"', json.dumps(child))))
             new += [(name, items) for name in names if name not in self._titles]
             for name in names:
                 methods = ", ".join(self._methods(name))
                 self._titles.setdefault(name, f"{items}: {methods}" if len(names) > 1 else items)
             default = "required" if key in node.get("required", ()) else f"`{self._default(child, names)}`"
-            yield _row(f"`{inside}`", self._type(child, names), default, child["description"])
+            cells = (f"`{inside}`", self._type(child, names), default, child["description"])
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
         for name, items in new:
             yield from self.section(self._titles[name], items, self._defs[name])
 
@@ -121,14 +142,5 @@ class _Page:
         return json.dumps(default)
 
 
-def _references(node: Node) -> list[str]:
-    """Return the names of the objects that a value, or an item of it, can be."""
-    return list(dict.fromkeys(re.findall(r'"\$ref": "#/\$defs/(\w+)"', json.dumps(node))))
-
-
 def _anchor(title: str) -> str:
     return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"

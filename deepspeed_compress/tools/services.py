@@ -25,24 +25,21 @@ def serve_islands(options: argparse.Namespace) -> int:
     # Only the user may read the server's state, which includes weights. This holds for files of any library.
     os.umask(0o077)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
-    server = _parameter_server(options) if options.parameter_server else _coordinator(options)
+    place = (options.host, options.port, _log)
+    server: Any
+    if options.parameter_server:
+        # Only this server needs torch.
+        from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
+        from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
+
+        server = ParameterServer(Snapshot(options.state), *place)
+    else:
+        server = island_server(StateFile(options.state), *place)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     with contextlib.suppress(KeyboardInterrupt):
         server.run(lambda: _log(_listening(options, server.port)))
     return 0
-
-
-def _coordinator(options: argparse.Namespace) -> Any:
-    return island_server(StateFile(options.state), options.host, options.port, _log)
-
-
-def _parameter_server(options: argparse.Namespace) -> Any:
-    """Return a parameter server. Only this server needs torch."""
-    from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
-    from deepspeed_compress.local_sgd.parameter_server.snapshot import Snapshot
-
-    return ParameterServer(Snapshot(options.state), options.host, options.port, _log)
 
 
 def _tell(text: str) -> None:
@@ -77,14 +74,10 @@ def forget(options: argparse.Namespace) -> int:
         wrong = [number for number in options.numbers if (number in numbers) == (state == "islands")]
         if wrong:
             problem = "is connected" if state == "islands" else "is unknown: it never joined, has left, or is forgotten"
-            raise ConfigError(f"N: island {wrong[0]} {problem} (allowed: {_numbers_missing(before)}); {advice}")
+            missing = ", ".join(str(one["number"]) for one in before.get("missing", ())) or "none, no island is missing"
+            raise ConfigError(f"N: island {wrong[0]} {problem} (allowed: {missing}); {advice}")
     _show(options, _asked(options, partial(client.forget, numbers=options.numbers)))
     return 0
-
-
-def _numbers_missing(found: Mapping[str, Any]) -> str:
-    numbers = ", ".join(str(one["number"]) for one in found.get("missing", ()))
-    return numbers or "none, no island is missing"
 
 
 def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
@@ -101,10 +94,7 @@ def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) ->
     except AuthenticationError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise IslandError(
-            f"no coordinator answers at {rendezvous} ({error}); start one with ds-compress islands serve, or check "
-            "whether the port is open"
-        ) from error
+        raise IslandError(f"no coordinator answers at {rendezvous} ({error}); start one, or open its port") from error
     except ValueError as error:
         raise ConfigError(f"HOST:PORT: {error}") from error
 
@@ -151,7 +141,7 @@ def serve_rollout(options: argparse.Namespace) -> int:
         ConfigError: the secret or the TLS files cannot be used.
     """
     # Only this server needs torch.
-    from deepspeed_compress.rollout.served_store import StoreServer
+    from deepspeed_compress.rollout.served_store import SCHEME, StoreServer
     from deepspeed_compress.rollout.store import DirectoryStore
 
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
@@ -160,35 +150,32 @@ def serve_rollout(options: argparse.Namespace) -> int:
     log = partial(print, "store server:", file=sys.stderr, flush=True)
     store = DirectoryStore(options.directory)
     with StoreServer(store, options.host, options.port, credentials, log=log) as server:
-        print(_first_line(options, server.port, credentials), flush=True)
+        host = socket.gethostname() if options.host in _ALL_ADDRESSES else options.host
+        address = f"{SCHEME}{f'[{host}]' if ':' in host else host}:{server.port}"
+        _tell(f"{options.directory} is served at {address}; the secret is from {credentials.secret.source}")
         stopped.wait()
     return 0
 
 
 def export_rollout(options: argparse.Namespace) -> int:
-    """Export new versions until SIGINT or SIGTERM, and return the exit code.
+    """Export new versions of weights or, without a model, of adapters until SIGINT or SIGTERM. Return the exit code.
 
     Raises:
         RolloutError: the store or the directory is damaged.
     """
-    stopped, exporter = _stopped_by_signals(), _exporter(options)
+    from deepspeed_compress.rollout import open_store
+    from deepspeed_compress.rollout.adapter_export import AdapterExporter
+    from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
+
+    stopped, store = _stopped_by_signals(), open_store(options.store)
+    exporter: Any = AdapterExporter(store, options.directory)
+    if options.model is not None:
+        exporter = CheckpointExporter(store, options.directory, options.model)
     while not stopped.is_set():
         for version in exporter.update():
             _tell(f"version {version} is in {options.directory}")
         stopped.wait(_EXPORT_INTERVAL)
     return 0
-
-
-def _exporter(options: argparse.Namespace) -> Any:
-    """Return the exporter of weights or, without a model, of adapters."""
-    from deepspeed_compress.rollout import open_store
-    from deepspeed_compress.rollout.adapter_export import AdapterExporter
-    from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
-
-    store = open_store(options.store)
-    if options.model is not None:
-        return CheckpointExporter(store, options.directory, options.model)
-    return AdapterExporter(store, options.directory)
 
 
 def _stopped_by_signals() -> threading.Event:
@@ -197,12 +184,3 @@ def _stopped_by_signals() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     return stopped
-
-
-def _first_line(options: argparse.Namespace, port: int, credentials: Credentials) -> str:
-    """Return the first line of output, with the address for clients and the source of the secret."""
-    from deepspeed_compress.rollout.served_store import SCHEME
-
-    host = socket.gethostname() if options.host in _ALL_ADDRESSES else options.host
-    address = f"{SCHEME}{f'[{host}]' if ':' in host else host}:{port}"
-    return f"{options.directory} is served at {address}; the secret is from {credentials.secret.source}"

@@ -75,7 +75,7 @@ def messages(layout: Layout, compressed: bool) -> Mapping[str, Message]:
     links = Links(Cluster(find_gpu("H100"), layout.ranks, PER_NODE, GBIT * 1e9 / 8), Constants())
     device = Device(links.cluster.gpu, Constants(), SOFTWARE["deepspeed"])
     layers, micro = LLAMA_7B.layers / layout.pipeline, layout.accumulation
-    sums = tensor_traffic(links, device, LLAMA_7B, SEQ, layout).message.times(layers * micro)
+    sums = tensor_traffic(links, device, LLAMA_7B, SEQ, layout)[0].times(layers * micro)
     # The planner charges DeepSpeed for whole tensors. Each tensor rank sends its part, as Megatron's do.
     stages = stage_message(links, LLAMA_7B, SEQ, replace(layout, engine="megatron")).times(micro)
     bits = 4 if compressed else 0

@@ -15,53 +15,28 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.planner.gpus import Constants
-from deepspeed_compress.planner.measured import Prior
+from deepspeed_compress.planner.measured import Observation
 from deepspeed_compress.planner.measured import fit as fit_constants
-from deepspeed_compress.planner.predict import (
-    PROGRAMS,
-    QUANTILE,
-    VERDICTS,
-    Memory,
-    Needs,
-    Prediction,
-    Predictor,
-    Verdict,
-)
+from deepspeed_compress.planner.predict import PROGRAMS, QUANTILE, VERDICTS, Memory, Needs, Prediction, Verdict
+from deepspeed_compress.planner.search import Job
 from launch.studies.harness import new_parser
 from launch.studies.published_runs import CALIBRATION, OTHERS, Run, read_run
 
-EXPECTED = Prior(
-    Constants(matmul=0.87, memory=0.75, link=0.67, kernel=8e-6),
-    {"matmul": 0.05, "memory": 0.1, "link": 0.15, "kernel": 0.3},
-)
+EXPECTED = Constants(matmul=0.87, memory=0.75, link=0.67, kernel=8e-6)
 """Constants before any run is seen: public measurements of matrix products, copies, collectives, and empty kernels."""
+ERRORS = {"matmul": 0.05, "memory": 0.1, "link": 0.15, "kernel": 0.3}
+"""Relative standard errors of the constants that are fitted."""
 NOISE = 0.05
 """Relative error of a published run: two papers differ by a tenth on equal layouts."""
 LEAST_SOURCES = 3
 """Sources that the error of a program needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """Step of a run as an observation."""
-
-    run: Run
-    noise: float = NOISE
-
-    @property
-    def seconds(self) -> float:
-        """Measured seconds."""
-        return self.run.seconds or math.nan
-
-    def predicted(self, constants: Constants) -> float:
-        """Return the predicted seconds."""
-        return predict_run(self.run, constants).seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,7 +140,9 @@ def left_out_error(one: Judged, alike: Sequence[Judged], everyone: Sequence[Judg
 
 def predict_run(run: Run, constants: Constants | None = None) -> Prediction:
     """Return the prediction of a run, with the package's constants by default."""
-    return Predictor(run.cluster, run.model, run.software, run.seq, constants or Constants()).predict(run.layout)
+    batch, constants = run.layout.batch, constants or Constants()
+    job = Job(run.cluster, run.model, run.software, run.seq, batch, tokens=batch * run.seq, constants=constants)
+    return job.predict(run.layout)
 
 
 def predict_memory(run: Run) -> Memory:
@@ -175,7 +152,12 @@ def predict_memory(run: Run) -> Memory:
 
 def fit(runs: Sequence[Run]) -> Constants:
     """Return the constants that fit published runs best."""
-    return fit_constants([MeasuredStep(run) for run in runs], EXPECTED)
+
+    def predicted(run: Run, constants: Constants) -> float:
+        return predict_run(run, constants).seconds
+
+    observed = [Observation(run.seconds or math.nan, NOISE, partial(predicted, run)) for run in runs]
+    return fit_constants(observed, EXPECTED, ERRORS)
 
 
 def leave_one_out(runs: Sequence[Run]) -> list[float]:

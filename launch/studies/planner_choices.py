@@ -30,7 +30,7 @@ from deepspeed_compress.safe_files import write_json
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.links import enter_user_namespace
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import informative, measure
+from deepspeed_compress.tools.plan_cluster import informative, measure
 from launch.studies.harness import markdown, new_parser, tracked
 
 

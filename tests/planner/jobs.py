@@ -6,7 +6,6 @@ from typing import Any
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import Model
-from deepspeed_compress.planner.predict import Predictor
 from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
 
@@ -16,15 +15,11 @@ LLAMA_70B = Model("llama-70b", "llama", 80, 8192, 64, 8, 128, 28672, True, 12825
 LLAMA_1B = Model("llama-1b", "llama", 16, 2048, 32, 8, 64, 8192, True, 128256, True)
 
 
-def job(gpus: str, network: str, model: Model = LLAMA_7B, **changed: Any) -> Job:
+def job(gpus: str = "64xH100", network: str = "100gbit/node", model: Model = LLAMA_7B, **changed: Any) -> Job:
     """Return a job with the usual batch and software. `changed` replaces fields, and the nodes' size as `per_node`."""
     cluster = read_cluster(gpus, network, changed.pop("per_node", None))
     usual = Job(cluster, model, SOFTWARE["deepspeed"], 4096, 1024, 300e9)
     return replace(usual, **changed)
-
-
-def predictor(gpus: str = "64xH100", network: str = "100gbit/node", model: Model = LLAMA_7B) -> Predictor:
-    return Predictor(read_cluster(gpus, network), model, SOFTWARE["deepspeed"], 4096)
 
 
 def layout(**changed: Any) -> Layout:

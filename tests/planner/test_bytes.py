@@ -9,15 +9,14 @@ from statistics import fmean
 import pytest
 import torch.distributed as dist
 
-from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.files import ds_config
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job
-from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools.bench.gauges import join
 from deepspeed_compress.tools.bench.step_rank import measure_group
 from deepspeed_compress.tools.bench.workload import Group, group_contenders
+from tests.planner.jobs import job
 from tests.support.forks import run_forks
 
 MODEL = Path("configs/models/gpt_1m.json").absolute()
@@ -41,9 +40,9 @@ def measured(rank: int, group: Group) -> list[dict[str, float]]:
     return rows[0]["traffic"]
 
 
-def predicted(job: Job, layout: Layout) -> Counter[str]:
+def predicted(toy: Job, layout: Layout) -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for term in job.predictor().predict(layout).terms:
+    for term in toy.predict(layout).terms:
         if term.name in COUNTERS:
             sizes[COUNTERS[term.name]] += round(term.inside + term.outside)
     return sizes
@@ -67,18 +66,13 @@ def means_of_the_fullest_stage(counters: Sequence[Mapping[str, float]], layout: 
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("layout", list(layouts()), ids=str)
 def test_predicted_bytes_are_those_that_training_counts(layout: Layout, tmp_path: Path) -> None:
-    job = Job(
-        read_cluster(f"{layout.ranks}xCPU", "1gbit", layout.ranks),
-        read_model(MODEL),
-        SOFTWARE["deepspeed"],
-        64,
-        layout.batch,
-        1e9,
+    toy = job(
+        f"{layout.ranks}xCPU", "1gbit", read_model(MODEL), per_node=layout.ranks, seq=64, batch=layout.batch, tokens=1e9
     )
     file = tmp_path / f"{layout}.json"
-    file.write_text(json.dumps(ds_config(layout, job.cluster)))
-    sizes = {"micro_batch": None, "seq_len": job.seq, "seed": 0}
+    file.write_text(json.dumps(ds_config(layout, toy.cluster)))
+    sizes = {"micro_batch": None, "seq_len": toy.seq, "seed": 0}
     [group] = group_contenders([str(file)], str(MODEL), (), sizes, layout.ranks)
     counters = run_forks(layout.ranks, measured, group)[0]
     fullest = means_of_the_fullest_stage(counters, layout)
-    assert fullest == pytest.approx({name: predicted(job, layout)[name] for name in fullest}, rel=0.01)
+    assert fullest == pytest.approx({name: predicted(toy, layout)[name] for name in fullest}, rel=0.01)

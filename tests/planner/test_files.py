@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.planner.files import Start, ds_config
+from deepspeed_compress.planner.files import ds_config, start_command
 from deepspeed_compress.planner.layout import Layout, Layouts
+from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.runner import lint_text
 from tests.planner.jobs import LLAMA_7B, job
@@ -37,8 +38,9 @@ def test_no_configuration_has_findings() -> None:
 
 
 def command(nodes: int, is_trainer: bool, hostfile: Path | None = None) -> str:
-    cluster, one = job(f"{8 * nodes}xA100", "100gbit").cluster, Layout(1, 1, 8 * nodes, 3, 2, 4, recompute="full")
-    return Start(one, cluster, Path("my plan"), Path("my model"), 4096, 100, is_trainer, hostfile).command()
+    software = SOFTWARE["hf" if is_trainer else "deepspeed"]
+    started, one = job(f"{8 * nodes}xA100", software=software), Layout(1, 1, 8 * nodes, 3, 2, 4, recompute="full")
+    return start_command(started, one, Path("my plan/ds_config.json"), Path("my model"), hostfile)
 
 
 @pytest.mark.parametrize("is_trainer", [False, True])

@@ -22,7 +22,7 @@ OVER_ALL, WITHIN = layout(data=16, zero=3, micro=1), layout(data=16, zero=3, mic
 
 
 def predicted(model: Any, chosen: Any) -> Prediction:
-    return job(NODES, "10gbit/node", model=model, seq=2048).predictor().predict(chosen)
+    return job(NODES, "10gbit/node", model=model, seq=2048).predict(chosen)
 
 
 def sent(prediction: Prediction) -> float:
@@ -101,22 +101,25 @@ def test_lora_is_planned_without_islands_and_split_layers() -> None:
 def command(directory: Path, *more: str) -> int:
     AutoConfig.for_model("llama", **SIZES).save_pretrained(directory)
     given = ["--model", str(directory), "--gpus", NODES, "--network", "10gbit", "--batch", "64", "--seq", "512"]
-    return main(["plan", "cluster", *given, "--lora-rank", "8", *more])
+    return main(["plan", "cluster", *given, *more])
 
 
 def test_the_command_plans_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(tmp_path, "--base-bits", "4.5", "--software", "hf", "--output", str(tmp_path / "plan")) == 0
+    lora = ("--lora-rank", "8", "--base-bits", "4.5")
+    assert command(tmp_path, *lora, "--software", "hf", "--output", str(tmp_path / "plan")) == 0
     assert "of them in adapters)" in capsys.readouterr().out
     assert "ds-compress run" in (tmp_path / "plan" / "launch.sh").read_text()
 
 
-def test_a_program_that_trains_all_parameters_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(tmp_path, "--output", "plan") == 1
-    assert "launch/train_gpt.py trains all parameters" in capsys.readouterr().err
-
-
-def test_bits_of_frozen_weights_need_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    AutoConfig.for_model("llama", **SIZES).save_pretrained(tmp_path)
-    given = ["--model", str(tmp_path), "--gpus", NODES, "--network", "10gbit", "--batch", "64", "--seq", "512"]
-    assert main(["plan", "cluster", *given, "--base-bits", "4.5"]) == 1
-    assert "write --lora-rank" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--lora-rank", "8", "--output", "plan"), "launch/train_gpt.py trains all parameters"),
+        (("--base-bits", "4.5"), "write --lora-rank"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, *options) == 1
+    assert text in capsys.readouterr().err

@@ -11,15 +11,15 @@ from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
 from deepspeed_compress.planner.measured import (
+    ERRORS,
     PREDICTED,
-    PRIOR,
     STEP_NOISE,
     Measured,
-    MeasuredProbe,
-    ObservedStep,
     Probe,
     Step,
     fit_measured,
+    predict_probe,
+    predict_step,
     read_constants,
 )
 from deepspeed_compress.planner.search import Job
@@ -51,11 +51,11 @@ LAYOUTS = (
 def probes(constants: Constants) -> list[Probe]:
     """Return the probes of a cluster that the model describes exactly."""
     empty = [Probe(kind, sizes, 1.0) for kind, given in SIZES.items() for sizes in given]
-    return [replace(one, seconds=MeasuredProbe(one, JOB.cluster, JOB.software).predicted(constants)) for one in empty]
+    return [replace(one, seconds=predict_probe(JOB, one, constants)) for one in empty]
 
 
 def steps(constants: Constants) -> list[Step]:
-    return [Step(one, ObservedStep(JOB, Step(one, 1.0)).predicted(constants)) for one in LAYOUTS]
+    return [Step(one, predict_step(JOB, one, constants)) for one in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def measured() -> Measured:
 
 
 def test_every_constant_is_fitted() -> None:
-    assert set(PRIOR.errors) == set(Constants.__dataclass_fields__)
+    assert set(ERRORS) == set(Constants.__dataclass_fields__)
 
 
 def test_constants_far_from_those_of_a_gpu_are_found(measured: Measured) -> None:
@@ -108,10 +108,10 @@ def test_constants_must_be_positive(measured: Measured, tmp_path: Path) -> None:
 
 def test_what_the_fit_cannot_explain_is_corrected_for_layouts_of_the_same_kind() -> None:
     measured = Measured(JOB, (), (replace(steps(JOB.constants)[0], seconds=1.0),), JOB.constants)
-    plain, corrected = JOB.predictor(), replace(JOB, corrections=measured.corrections).predictor()
+    corrected = replace(JOB, corrections=measured.corrections)
     assert corrected.predict(LAYOUTS[0]).seconds == pytest.approx(1.0)
     fewer = replace(LAYOUTS[0], gradient_bits=3)
-    factor = 1.0 / plain.predict(LAYOUTS[0]).seconds
-    assert corrected.predict(fewer).seconds == pytest.approx(factor * plain.predict(fewer).seconds)
+    factor = 1.0 / JOB.predict(LAYOUTS[0]).seconds
+    assert corrected.predict(fewer).seconds == pytest.approx(factor * JOB.predict(fewer).seconds)
     for other in (LAYOUTS[3], replace(LAYOUTS[0], gradient_bits=0)):
-        assert corrected.predict(other).seconds == plain.predict(other).seconds
+        assert corrected.predict(other).seconds == JOB.predict(other).seconds

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.planner.layout import Layout, largest_stage
-from deepspeed_compress.planner.predict import FULL, OUTSIDE, Memory, Predictor
+from deepspeed_compress.planner.predict import FULL, OUTSIDE, Memory
+from deepspeed_compress.planner.search import Job
 from deepspeed_compress.planner.software import SOFTWARE
 from deepspeed_compress.planner.traffic import DataParallel, Traffic
-from tests.planner.jobs import LLAMA_7B, TOY, layout, predictor
+from tests.planner.jobs import LLAMA_7B, TOY, job, layout
 
 OWNED = LLAMA_7B.parameters / 64
 
 
-def with_program(name: str, **changed: Any) -> Predictor:
-    """Return a predictor of short sequences, whose activations are smaller than what the optimizer needs."""
-    software = replace(SOFTWARE[name], **changed)
-    return replace(predictor(), software=software, seq=64)
+def with_program(name: str, **changed: Any) -> Job:
+    """Return a job with short sequences, whose activations are smaller than what the optimizer needs."""
+    return job(software=replace(SOFTWARE[name], **changed), seq=64)
 
 
 def of_step(name: str, one: Layout) -> float:
@@ -68,7 +68,7 @@ def test_logits_are_counted_with_their_copies() -> None:
 
 
 def test_gpt2_of_transformers_has_half_precision_logits_and_many_activations() -> None:
-    usual, gelu = (replace(predictor(model=TOY), software=SOFTWARE[name]) for name in ("deepspeed", "hf"))
+    usual, gelu = (job(model=TOY, software=SOFTWARE[name]) for name in ("deepspeed", "hf"))
     one = layout(zero=3)
     assert gelu.memory(one).logits == pytest.approx(0.8 * usual.memory(one).logits)
     assert gelu.memory(one).activations - usual.memory(one).activations == pytest.approx(4096 * 3 * 2 * 3 * 512)

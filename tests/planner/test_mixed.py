@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from deepspeed_compress.planner.choices import packing_gain
+from deepspeed_compress.planner.choices import divide, fastest_alone, packing_gain
 from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.files import ds_config
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.mixed import divide, fastest_alone
 from deepspeed_compress.planner.search import Job as PlannedJob
 from deepspeed_compress.planner.search import search
 from tests.planner.jobs import LLAMA_1B, job
@@ -25,9 +24,7 @@ def mixed(gpus: str = "8xA100+8xL4", network: str = "100gbit") -> PlannedJob:
 
 def test_a_step_at_equal_batches_is_that_of_the_slowest_gpus() -> None:
     """An L4 is worse than an A100 in everything: rates, memory, and link."""
-    both, slow, fast = (
-        mixed(gpus).predictor().predict(LAYOUT).seconds for gpus in ("8xA100+8xL4", "16xL4", "2x8xA100")
-    )
+    both, slow, fast = (mixed(gpus).predict(LAYOUT).seconds for gpus in ("8xA100+8xL4", "16xL4", "2x8xA100"))
     assert both == slow > 2 * fast
     cluster = mixed().cluster
     assert cluster.gpu.memory == read_cluster("1xL4", "1gbit").gpu.memory
@@ -53,19 +50,17 @@ def test_gpus_without_bf16_make_all_train_in_fp16() -> None:
 
 def test_all_kinds_end_together_and_compute_the_whole_batch() -> None:
     plan = mixed()
-    division = divide(plan, plan.candidate(plan.predictor().predict(LAYOUT)))
-    slow, fast = division.kinds
+    (slow, fast), gain = divide(plan, plan.candidate(LAYOUT))
     assert (slow.gpu.name, fast.gpu.name) == ("L4", "A100-80")
-    few, many = division.sequences
-    assert 8 * few + 8 * many == pytest.approx(plan.batch)
-    assert few * slow.seconds == pytest.approx(many * fast.seconds)
-    assert 1 < division.gain < slow.seconds / fast.seconds
+    assert 8 * slow.sequences + 8 * fast.sequences == pytest.approx(plan.batch)
+    assert slow.sequences * slow.seconds == pytest.approx(fast.sequences * fast.seconds)
+    assert 1 < gain < slow.seconds / fast.seconds
 
 
 def test_sequences_of_tensor_ranks_are_those_of_their_replica() -> None:
     plan = mixed()
-    division = divide(plan, plan.candidate(plan.predictor().predict(Layout(4, 1, 4, 1, 2, 32))))
-    assert sum(2 * sequences for sequences in division.sequences) == pytest.approx(plan.batch)
+    kinds, _ = divide(plan, plan.candidate(Layout(4, 1, 4, 1, 2, 32)))
+    assert sum(2 * kind.sequences for kind in kinds) == pytest.approx(plan.batch)
 
 
 def test_fast_gpus_alone_may_be_faster_than_with_slow_ones() -> None:
@@ -79,7 +74,7 @@ def test_fast_gpus_alone_may_be_faster_than_with_slow_ones() -> None:
 
 def packed(seq: int, mean_length: int) -> float:
     padded = job("16xA100", "100gbit", LLAMA_1B, seq=seq, batch=256, mean_length=mean_length)
-    return packing_gain(padded, padded.candidate(padded.predictor().predict(LAYOUT)))
+    return packing_gain(padded, padded.candidate(LAYOUT))
 
 
 def test_packing_trains_the_padding_and_spares_attention_between_documents() -> None:
@@ -90,7 +85,7 @@ def test_packing_trains_the_padding_and_spares_attention_between_documents() -> 
 
 def test_padding_makes_a_run_longer() -> None:
     full, padded = (job("16xA100", "100gbit", LLAMA_1B, seq=2048, batch=256, mean_length=length) for length in (0, 512))
-    days = [one.candidate(one.predictor().predict(LAYOUT)).days for one in (full, padded)]
+    days = [one.candidate(LAYOUT).days for one in (full, padded)]
     assert days[1] == pytest.approx(4 * days[0])
 
 

@@ -22,7 +22,7 @@ def test_muon_takes_half_of_the_steps_and_its_products(zero: int) -> None:
     plan = job("16xA100", "10gbit", LLAMA_1B, batch=256, seq=2048, tokens=20e9)
     row = muon_of(plan, zero)
     assert row is not None
-    alike = plan.candidate(plan.predictor().predict(replace(row.candidate.layout, optimizer="AdamW")))
+    alike = plan.candidate(replace(row.candidate.layout, optimizer="AdamW"))
     longer = row.seconds / alike.prediction.seconds
     assert 1 < longer < 1.1
     assert row.candidate.days == pytest.approx(MUON_STEPS * longer * alike.days)
@@ -32,7 +32,7 @@ def test_muon_takes_half_of_the_steps_and_its_products(zero: int) -> None:
 def test_products_of_muon_are_those_of_its_paper() -> None:
     """X X', its square, and that times X, for X of m rows and n > m columns: 4 m^2 n + 2 m^3 operations."""
     plan = job("16xA100", "10gbit", batch=256)
-    terms = plan.predictor().predict(layout(data=16, zero=1, optimizer="Muon")).terms
+    terms = plan.predict(layout(data=16, zero=1, optimizer="Muon")).terms
     seconds = next(term.seconds for term in terms if term.name == "Muon")
     operations = sum(4 * min(size) ** 2 * max(size) + 2 * min(size) ** 3 for size in plan.model.adapted)
     rate = plan.cluster.gpu.matmul_rate(plan.constants)

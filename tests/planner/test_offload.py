@@ -14,7 +14,7 @@ from deepspeed_compress.planner.layout import Layout, Offload
 from deepspeed_compress.planner.model import Model
 from deepspeed_compress.planner.search import search
 from deepspeed_compress.tools.plan_job import read_setup
-from tests.planner.jobs import LLAMA_7B, LLAMA_70B, job, layout, predictor
+from tests.planner.jobs import LLAMA_7B, LLAMA_70B, job, layout
 
 GPT_13B = Model("gpt-13b", "gpt2", 65, 4096, 32, 32, 128, 16384, False, 50257, True, positions=1024)
 
@@ -22,7 +22,7 @@ GPT_13B = Model("gpt-13b", "gpt2", 65, 4096, 32, 32, 128, 16384, False, 50257, T
 def test_one_v100_trains_13b_parameters_with_states_on_its_host() -> None:
     """ZeRO-Offload (2101.06840, abstract)."""
     alone = Layout(1, 1, 1, 2, 1, 512, recompute="full")
-    found = job("1xV100", "10gbit", GPT_13B, seq=1024).predictor().predict(replace(alone, offload="optimizer"))
+    found = job("1xV100", "10gbit", GPT_13B, seq=1024).predict(replace(alone, offload="optimizer"))
     assert found.memory.verdict(34.1e9) != "does not fit"
     assert found.memory.states == pytest.approx(2 * GPT_13B.parameters)
 
@@ -30,7 +30,7 @@ def test_one_v100_trains_13b_parameters_with_states_on_its_host() -> None:
 @pytest.mark.parametrize(("offload", "of_gpu", "of_host"), [("none", 16, 0), ("optimizer", 2, 16), ("all", 0, 18)])
 def test_gpus_keep_what_hosts_do_not(offload: Offload, of_gpu: int, of_host: int) -> None:
     """Weights and gradients have 2 bytes, moments and master weights 12, and gradients on a host 4."""
-    found = predictor().predict(layout(zero=3, offload=offload))
+    found = job().predict(layout(zero=3, offload=offload))
     assert found.memory.states == pytest.approx(of_gpu * LLAMA_7B.parameters / 64)
     assert found.memory.host == pytest.approx(of_host * LLAMA_7B.parameters / 64)
     names = {term.name for term in found.terms}

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_compress.planner.cluster import read_cluster
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout, Layouts, Recompute
-from deepspeed_compress.planner.predict import Predictor
 from deepspeed_compress.planner.search import GAIN, Job, search
 from deepspeed_compress.planner.software import SOFTWARE
 from tests.planner.jobs import LLAMA_1B, LLAMA_7B, TOY, job, layout
@@ -36,9 +34,8 @@ def test_more_bandwidth_never_takes_longer() -> None:
 def test_more_gpus_never_need_more_memory_with_zero_3(bits: int) -> None:
     sizes = []
     for nodes in (1, 2, 4, 32, 1250):
-        found = Predictor(read_cluster(f"{8 * nodes}xH100", "100gbit"), LLAMA_7B, SOFTWARE["deepspeed"], 4096)
         one = layout(data=8 * nodes, zero=3, accumulation=1, gradient_bits=bits, weight_bits=bits)
-        sizes.append(found.memory(one).total)
+        sizes.append(job(f"{8 * nodes}xH100", "100gbit").memory(one).total)
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -47,10 +44,9 @@ def test_compression_gains_nothing_if_messages_take_no_time() -> None:
     at_once = replace(SMALL, cluster=fast, constants=Constants(delay=1e-12))
     layouts = Layouts(fast, at_once.model, at_once.batch)
     for plain in [one for one in layouts.plain() if one.micro == 1]:
-        predictor = at_once.predictor()
-        alone = predictor.predict(plain).seconds
+        alone = at_once.predict(plain).seconds
         for variant in layouts.compressed(plain):
-            assert predictor.predict(variant).seconds >= alone * (1 - 1e-9), variant
+            assert at_once.predict(variant).seconds >= alone * (1 - 1e-9), variant
 
 
 def test_an_interval_holds_the_sum_of_the_terms() -> None:
@@ -78,7 +74,7 @@ def test_activations_are_those_of_2205_05198(
     software = replace(SOFTWARE["megatron"], attention=0)
     one = Layout(tensor, 1, 1, 0, 4, 1, recompute, sequence_parallel=sequence_parallel, engine="megatron")
     seq = round(80 * 6144 / 5 / 64)
-    found = Predictor(read_cluster("8xA100", "1gbit"), model, software, seq).memory(one)
+    found = job("8xA100", "1gbit", model, software=software, seq=seq).memory(one)
     assert found.activations == pytest.approx(48 * 4 * seq * 6144 * factor)
 
 
@@ -98,5 +94,5 @@ def test_the_order_does_not_depend_on_what_was_predicted_before() -> None:
     first, second = (search(SMALL) for _ in range(2))
     assert [one.layout for one in first.candidates] == [one.layout for one in second.candidates]
     for one in first.candidates:
-        alone = SMALL.candidate(SMALL.predictor().predict(one.layout))
+        alone = SMALL.candidate(one.layout)
         assert alone.days == pytest.approx(one.days, rel=1e-12)

@@ -6,13 +6,9 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_compress.planner.layout import Layouts
-from deepspeed_compress.planner.search import Plan, search
+from deepspeed_compress.planner.search import search
 from deepspeed_compress.planner.software import SOFTWARE
 from tests.planner.jobs import LLAMA_1B, LLAMA_7B, LLAMA_70B, job
-
-
-def best(plan: Plan) -> str:
-    return str(plan.candidates[0].layout)
 
 
 def test_a_slow_network_needs_compression_or_islands() -> None:
@@ -20,9 +16,6 @@ def test_a_slow_network_needs_compression_or_islands() -> None:
     plain = min(candidate.days for candidate in plan.candidates if not candidate.layout.compressed)
     assert plan.candidates[0].layout.compressed
     assert plan.candidates[0].days < 0.7 * plain
-    # Islands train in another way, so they are never the answer to a question that did not ask for them.
-    assert {candidate.layout.islands for candidate in plan.candidates} == {1}
-    assert plan.islands[0].days < plan.candidates[0].days
 
 
 def test_one_gpu_per_host_at_1_gbit_is_limited_by_the_network() -> None:

@@ -21,9 +21,7 @@ CAPTION = "bus: minimum bytes that a rank must send, per second; link: fraction 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write. Return exit code 1 if the run failed, else 0."""
     if options.kind == "collectives" and len(set(options.sizes)) < 2:
-        raise ConfigError(
-            f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; write another one"
-        )
+        raise ConfigError(f"--sizes {options.sizes}: latency and bandwidth need at least two different sizes; add one")
     with find_ranks(options.emulate, options.timeout, "bench comm") as ranks:
         measure = "collectives" if options.kind == "collectives" else "activations"
         job = {"measure": measure, "kind": options.kind, "rates": ranks.rates, "sizes": options.sizes}
@@ -52,22 +50,18 @@ def table_of(heading: str, rows: Sequence[Row]) -> Table:
     title = f"{heading}{f' at {rate}' if rate else ''}"
     columns = ("latency ms", "bus MB/s", "link", "fit error", *(f"{_short(size)} ms" for size in rows[0]["sizes"]))
     table = new_table(title, ("collective", *columns), ["collective"], CAPTION)
+    link = None if rate in (None, UNLIMITED) else bits_per_second(rate) / 8
     for row in rows:
-        table.add_row(*_cells(row))
+        bus = row["fitted_bus_bytes_per_s"]
+        table.add_row(
+            row["collective"],
+            _milliseconds(row["fit"]["latency"]),
+            shown(bus, ",.1f", 1e-6),
+            shown(bus / link if bus and link else None, ".2f"),
+            f"{100 * row['fit']['error']:.0f} %",
+            *map(_milliseconds, row["seconds"]),
+        )
     return table
-
-
-def _cells(row: Row) -> list[str]:
-    limited = row["rate"] not in (None, UNLIMITED)
-    bus, link = row["fitted_bus_bytes_per_s"], bits_per_second(row["rate"]) / 8 if limited else None
-    return [
-        row["collective"],
-        f"{1e3 * row['fit']['latency']:.2f}",
-        shown(bus, ",.1f", 1e-6),
-        shown(bus / link if bus and link else None, ".2f"),
-        f"{100 * row['fit']['error']:.0f} %",
-        *(f"{1e3 * seconds:.2f}" for seconds in row["seconds"]),
-    ]
 
 
 def _short(size: int) -> str:

@@ -86,7 +86,12 @@ class Cluster:
         links.check_machine()
         with contextlib.ExitStack() as undo:
             for namespace in (self._bridge, *self.namespaces):
-                _add_namespace(namespace, undo)
+                links.run_tool("ip", "netns", "add", namespace)
+                undo.callback(links.run_tool, "ip", "netns", "del", namespace, check=False)
+                # Neighbor discovery would be counted as traffic.
+                silent = ("sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+                links.run_tool("ip", "netns", "exec", namespace, *silent, check=False)
+                links.ip(namespace, "link", "set", "lo", "up")
             links.ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
             links.ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
             for host in range(self.hosts):
@@ -257,34 +262,15 @@ def end_groups(processes: Sequence[subprocess.Popen[Any]], patience: float = 5) 
 
     Processes have `patience` seconds to end, and as many again once they are killed.
     """
-    for process in processes:
-        if process.poll() is None:
-            _signal(process, signal.SIGTERM)
-    _wait_to_end(processes, patience)
-    for process in processes:
-        _signal(process, signal.SIGKILL)
-    _wait_to_end(processes, patience)
-
-
-def _wait_to_end(processes: Sequence[subprocess.Popen[Any]], patience: float) -> None:
-    """Wait until all processes have ended, for at most `patience` seconds."""
-    deadline = time.monotonic() + patience
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _signal(process: subprocess.Popen[Any], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
-    links.run_tool("ip", "netns", "add", name)
-    undo.callback(links.run_tool, "ip", "netns", "del", name, check=False)
-    # Neighbor discovery would be counted as traffic.
-    links.run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
-    links.ip(name, "link", "set", "lo", "up")
+    living = [process for process in processes if process.poll() is None]
+    for number, receivers in ((signal.SIGTERM, living), (signal.SIGKILL, processes)):
+        for process in receivers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def main() -> int:

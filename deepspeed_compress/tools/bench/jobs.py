@@ -67,7 +67,7 @@ class EmulatedRanks:
 
     def __init__(self, emulation: Emulation, timeout: float) -> None:
         self.emulation, self.timeout = emulation, timeout
-        self.count, self.per_host = emulation.ranks, emulation.per_host
+        self.count = emulation.ranks
         self.rates: Sequence[str | None] = emulation.rates
         """Rates of links to measure at."""
 
@@ -81,7 +81,7 @@ class EmulatedRanks:
         Returns:
             The rows written so far, and what failed, or None.
         """
-        cluster = Cluster(self.emulation.hosts, per_host=self.per_host)
+        cluster = Cluster(self.emulation.hosts, per_host=self.emulation.per_host)
         with signals_as_exceptions(), tempfile.TemporaryDirectory() as directory, cluster:
             description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
             description.write_text(json.dumps(jobs), encoding="utf-8")
@@ -107,7 +107,6 @@ class LaunchedRanks:
     """
 
     rates: Sequence[str | None] = (None,)
-    per_host = 1
 
     def __init__(self, images: int | None = None) -> None:
         from deepspeed_compress.tools.bench import gauges
@@ -158,10 +157,8 @@ def find_ranks(emulation: Emulation | None, timeout: float, command: str) -> Job
         check_machine()
         return EmulatedRanks(emulation, timeout)
     if not has_ranks(emulation):
-        raise ConfigError(
-            "a single process has nothing to communicate with; write --emulate HOSTS,RATE, such as --emulate 2,1gbit, "
-            f"or start it with torchrun --no-python --nproc-per-node N ds-compress {command} ..."
-        )
+        start = f"start it by torchrun --no-python --nproc-per-node N ds-compress {command} ..."
+        raise ConfigError(f"a single process has nothing to communicate with; write --emulate 2,1gbit, or {start}")
     return LaunchedRanks()
 
 

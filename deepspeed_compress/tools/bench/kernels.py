@@ -57,13 +57,8 @@ def _quantize(
     return lambda: kernels.quantize_messages(x, FIRST, form, torch.float32, out, table, keys, feedback)
 
 
-def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Return a call that adds a message with as many elements as `x` to a sum."""
-    return _sum(form, kernels, x, ranks=1)
-
-
-def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable[[], object]:
-    """Return a call that adds the messages of `ranks` ranks to a sum."""
+def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int = 1) -> Callable[[], object]:
+    """Return a call that adds the messages of `ranks` ranks, each with as many elements as `x`, to a sum."""
     table, out = _message(form, x)
     kernels.quantize_messages(x, FIRST, form, torch.float32, out, table, None, None)
     payloads, total = out.repeat(ranks, 1), torch.zeros_like(x)
@@ -76,16 +71,12 @@ def _message(form: BlockFormat, x: Tensor) -> tuple[MessageTable, Tensor]:
     return single(x.numel(), size), torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
-def _top_k(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Return a call that finds the indices of the largest elements of each block."""
-    rows = x[: x.numel() // TOP_K_BLOCK * TOP_K_BLOCK].view(-1, TOP_K_BLOCK)
-    k = math.ceil(DENSITY * TOP_K_BLOCK)
+def _top_k(kernels: Kernels, x: Tensor, block: int | None) -> Callable[[], object]:
+    """Return a call that finds the indices of the largest elements of each block, or of all elements without one."""
+    block = block or x.numel()
+    rows = x[: x.numel() // block * block].view(-1, block)
+    k = math.ceil(DENSITY * block)
     return lambda: kernels.top_k_rows(rows, k)
-
-
-def _top_k_all(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Return a call that finds the indices of the largest of all elements."""
-    return lambda: kernels.top_k_rows(x.view(1, -1), math.ceil(DENSITY * x.numel()))
 
 
 def _transform(name: str, kernels: Kernels, x: Tensor, side: int) -> Callable[[], object]:
@@ -129,12 +120,12 @@ OPERATIONS: Mapping[str, Prepare] = {
     "quantize int8, bf16 memory": partial(_quantize, INT8, memory=torch.bfloat16),
     "quantize int4, bf16 memory": partial(_quantize, INT4, memory=torch.bfloat16),
     "quantize sign, bf16 memory": partial(_quantize, SIGN, memory=torch.bfloat16),
-    "decode-accumulate int8": partial(_dequantize, INT8),
-    "decode-accumulate int4": partial(_dequantize, INT4),
-    "decode-accumulate sign": partial(_dequantize, SIGN),
+    "decode-accumulate int8": partial(_sum, INT8),
+    "decode-accumulate int4": partial(_sum, INT4),
+    "decode-accumulate sign": partial(_sum, SIGN),
     "decode-accumulate int4, 8 ranks": partial(_sum, INT4, ranks=8),
-    "block top-k 1 % of 4096": _top_k,
-    "top-k 1 % of all": _top_k_all,
+    "block top-k 1 % of 4096": partial(_top_k, block=TOP_K_BLOCK),
+    "top-k 1 % of all": partial(_top_k, block=None),
     "DCT, tiles of 64 x 64": partial(_transform, "dct_tiles", side=64),
     "Hadamard, blocks of 1024": partial(_transform, "hadamard_tiles", side=32),
     "quantize rows": _quantize_rows,
@@ -290,8 +281,9 @@ class CountingKernels:
 
         def call(*args: Any, **keywords: Any) -> Any:
             result = kernel(*args, **keywords)
-            given = (*args, *keywords.values(), result)
-            self.moved = sum(map(_size, given)) + _size(_sum_of(name, args))
+            self.moved = sum(map(_size, (*args, *keywords.values(), result)))
+            if _ADDING & set(name.split("_")):
+                self.moved += _size([arg for arg in args if isinstance(arg, Tensor)][-1])
             return result
 
         return call
@@ -303,9 +295,3 @@ def _size(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_size, value))
     return value.nbytes if isinstance(value, Tensor) else 0
-
-
-def _sum_of(name: str, args: tuple[Any, ...]) -> Any:
-    """Return the tensor that the kernel both reads and writes, or None if it does not add to one."""
-    last = [arg for arg in args if isinstance(arg, Tensor)][-1]
-    return last if _ADDING & set(name.split("_")) else None

@@ -34,14 +34,10 @@ def check_machine() -> None:
         raise ClusterError(f"emulated hosts need network namespaces, which only Linux has, not {sys.platform}")
     missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if missing:
-        raise ClusterError(
-            f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2 procps"
-        )
+        raise ClusterError(f"not found: {', '.join(missing)}; write: apt-get install iproute2 procps util-linux")
     if lacking := _lacking():
-        raise ClusterError(
-            f"network namespaces need root ({' and '.join(lacking)}), or a kernel that allows user namespaces; run the "
-            "command with sudo, or in a container with --privileged"
-        )
+        needed = f"root ({' and '.join(lacking)}), or a kernel that allows user namespaces"
+        raise ClusterError(f"network namespaces need {needed}; use sudo, or a container with --privileged")
 
 
 def enter_user_namespace(program: Sequence[str]) -> None:
@@ -59,12 +55,9 @@ def enter_user_namespace(program: Sequence[str]) -> None:
 
 def _lacking() -> list[str]:
     """Return the capabilities that creating hosts requires and that this process lacks."""
-    return [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
-
-
-def _effective_capabilities() -> int:
     status = Path("/proc/self/status").read_text()
-    return int(re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    effective = int(re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
 
 
 def bits_per_second(rate: str) -> float:
@@ -78,11 +71,19 @@ def bits_per_second(rate: str) -> float:
 
 
 def set_rate(namespace: str, device: str, rate: str) -> None:
-    """Limit the traffic that `device` sends to `rate`. "none" removes the limit."""
+    """Limit the traffic that `device` sends to `rate`, by a token bucket filter. "none" removes the limit.
+
+    The burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate. The queue
+    holds 50 ms of the rate.
+    """
+    discipline = ("tc", "-n", namespace, "qdisc")
     if rate == UNLIMITED:
-        _tc(namespace, "del", "dev", device, "root", check=False)
-    else:
-        _tc(namespace, "replace", "dev", device, "root", *_token_bucket(bits_per_second(rate)))
+        run_tool(*discipline, "del", "dev", device, "root", check=False)
+        return
+    bits = bits_per_second(rate)
+    burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
+    limits = ("rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue))
+    run_tool(*discipline, "replace", "dev", device, "root", "tbf", *limits)
 
 
 def set_own_rate(rate: str) -> None:
@@ -95,20 +96,6 @@ def set_own_rate(rate: str) -> None:
         return
     set_rate(f"{prefix}-{host}", DEVICE, rate)
     set_rate(f"{prefix}-bridge", f"port{host}", rate)
-
-
-def _token_bucket(bits: float) -> list[str]:
-    """Return the `tc` arguments of a token bucket filter.
-
-    The burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate. The queue
-    holds 50 ms of the rate.
-    """
-    burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
-    return ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue)]
-
-
-def _tc(namespace: str, *arguments: str, check: bool = True) -> None:
-    run_tool("tc", "-n", namespace, "qdisc", *arguments, check=check)
 
 
 def ip(namespace: str, *arguments: str) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deepspeed_compress.tools.arguments import Subcommands, integer_from, positive_integer, positive_number, rate
@@ -82,10 +83,7 @@ def _add_comm(subparsers: Subcommands) -> None:
         "bench comm --kind tensor --emulate 2,5gbit,1gbit",
     ]
     parser = subparsers.add("comm", "tools.bench.comm:run", what, examples)
-    what = (
-        "messages to measure: collectives, or compressed and uncompressed activations of tensor, pipeline, expert or "
-        "sequence parallelism, with the rate of the link from which on compression costs time (default: collectives)"
-    )
+    what = "collectives, or activations of a kind of parallelism, with the rate from which on compression costs time"
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help=what)
     what = f"bytes of a rank's buffer, such as 64K or 4M (default: {' '.join(SIZES)})"
     default = [size(text) for text in SIZES]
@@ -104,6 +102,7 @@ def _add_kernels(subparsers: Subcommands) -> None:
     ]
     parser = subparsers.add("kernels", "tools.bench.kernels:run", what, examples)
     what = "number of input elements (default: 100M)"
+    count = partial(size, thousand=10**3, example="100M or 1000000")
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     what = "number of timed calls, whose least time counts (default: 5; with other load, try 50)"
@@ -115,10 +114,7 @@ def _add_kernels(subparsers: Subcommands) -> None:
 def _add_where(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add where to measure. Return the group of the options of which only one can be given."""
     where = parser.add_argument_group("hosts")
-    what = (
-        "emulate HOSTS hosts on this machine, with one process each, or RANKS, and links of each RATE, such as "
-        "2,none,1gbit,100mbit or 4x2,1gbit (default: use the processes of a launcher)"
-    )
+    what = "emulated hosts on this machine, such as 2,none,1gbit or 4x2,1gbit (default: the processes of a launcher)"
     chosen = where.add_mutually_exclusive_group()
     chosen.add_argument("--emulate", type=emulation, metavar="HOSTS[xRANKS],RATE[,RATE...]", help=what)
     what = "time limit of one emulated run (default: 1800)"
@@ -136,10 +132,7 @@ def emulation(text: str) -> Emulation:
     hosts, _, per_host = machines.partition("x")
     ranks = (per_host or "1").lstrip("0")
     if not (hosts.isdecimal() and 2 <= int(hosts) <= 250 and ranks.isdecimal() and rates):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit, or 4x2,1gbit for two ranks on "
-            "each"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: write 2 to 250 hosts[xRANKS] and rates, such as 4x2,1gbit")
     for one in rates:
         rate(one)
     return Emulation(int(hosts), tuple(rates), int(ranks))
@@ -157,25 +150,12 @@ def pattern(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
 
 
-def size(text: str) -> int:
-    """Parse a number of bytes. "64K" is 65,536.
+def size(text: str, thousand: int = 2**10, example: str = "64K or 4M") -> int:
+    """Parse a number with a unit, by default of bytes: "64K" is 65,536.
 
     Raises:
         argparse.ArgumentTypeError: `text` is not such a number.
     """
-    return _number(text, 2**10, "64K or 4M")
-
-
-def count(text: str) -> int:
-    """Parse a number of elements. "100M" is 100,000,000.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is not such a number.
-    """
-    return _number(text, 10**3, "100M or 1000000")
-
-
-def _number(text: str, thousand: int, example: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")

@@ -9,9 +9,10 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_compress.backends.activations.crossover import Kind
 from deepspeed_compress.backends.activations.crossover import measure as measure_message
 from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.policy.measurement import fit
@@ -145,16 +145,14 @@ def _row(
 
 
 def _seconds_of_batches(call: Callable[[], object], batch_seconds: float) -> float:
-    """Return the seconds of one call on the slowest rank: the median over batches, which all ranks start together."""
-    calls = _calls(call, batch_seconds)
-    return statistics.median(float(max(gauges.gather(_batch(call, calls)))) for _ in range(BATCHES))
+    """Return the seconds of one call on the slowest rank: the median over batches, which all ranks start together.
 
-
-def _calls(call: Callable[[], object], batch_seconds: float) -> int:
-    """Return the number of calls per batch, the same on every rank. The first call, which connects, is not timed."""
+    All ranks repeat the call equally often in a batch. The first call, which connects, is not timed.
+    """
     call()
     slowest = max(gauges.gather(_batch(call, 1)))
-    return max(1, min(MOST_CALLS, int(batch_seconds / slowest)))
+    calls = max(1, min(MOST_CALLS, int(batch_seconds / slowest)))
+    return statistics.median(float(max(gauges.gather(_batch(call, calls)))) for _ in range(BATCHES))
 
 
 def _batch(call: Callable[[], object], calls: int) -> float:
@@ -174,20 +172,16 @@ DTYPE = torch.bfloat16
 
 def measure_activations(job: Row, emit: Emit, log: Log) -> None:
     """Measure activations of a `kind` in 8 and 4 bits and in bf16, and emit a row for each rate."""
-    kind = job["kind"]
+    kind, group = job["kind"], dist.distributed_c10d._get_default_group()
     for rate in job["rates"]:
         log(f"{kind}{f' at {rate}' if rate else ''}")
         if rate is not None:
             set_own_rate(rate)
-        emit({"kind": kind, "ranks": dist.get_world_size(), "rate": rate, "messages": list(_rows(kind, job["sizes"]))})
-
-
-def _rows(kind: Kind, sizes: Sequence[int]) -> Iterator[Row]:
-    group = dist.distributed_c10d._get_default_group()
-    for size in sizes:
-        for bits in BITS:
+        messages = []
+        for size, bits in product(job["sizes"], BITS):
             found = measure_message(group, kind, [bits], size // DTYPE.itemsize, DTYPE, gauges.device())
-            yield asdict(found) | {"bits": bits, "rate": found.rate}
+            messages.append(asdict(found) | {"bits": bits, "rate": found.rate})
+        emit({"kind": kind, "ranks": group.size(), "rate": rate, "messages": messages})
 
 
 REPEATS = 7

@@ -5,13 +5,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from deepspeed_compress.config import SECTION, with_preset
 from deepspeed_compress.config.numbers import shown
+from deepspeed_compress.config.problems import value_at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.bench.jobs import JobRanks, LaunchedRanks, Row, find_ranks, new_document, save_document
 from deepspeed_compress.tools.bench.links import bits_per_second
@@ -46,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.output.exists():
         raise ConfigError(f"--output {options.output}: exists, and a file holds one run; write another one")
-    with _find_ranks(options) as ranks:
+    if options.mirror:
+        _check_mirrored(_groups(options, options.mirror))
+    mirror = LaunchedRanks(options.mirror) if options.mirror else None
+    with mirror or find_ranks(options.emulate, options.timeout, "bench step") as ranks:
         rows, failures = _measure(options, ranks)
     if ranks.is_first:
         print_steps(rows)
@@ -56,33 +60,21 @@ def run(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace, ranks: JobRanks) -> tuple[list[Row], int]:
     """Measure all groups, and save what is measured after each. Return the rows, and the number of runs that failed."""
     groups, steps = _groups(options, ranks.count), steps_at(options, ranks.rates)
-    if not options.emulate:
-        _check_same_layout(groups)
+    layouts = {(group.workload.tensor, group.workload.pipeline) for group in groups}
+    if not options.emulate and len(layouts) > 1:
+        raise ConfigError("--config: the files have different layouts, which one job cannot measure; pass them apart")
     begin, failures, found = time.monotonic(), 0, list[Row]()
     for number, group in enumerate(groups, 1):
         if ranks.is_first:
-            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, ranks.count)}"
-            print(f"{label}: {', '.join(rate or 'this network' for rate in steps)}", flush=True)
+            work = title({"ranks": ranks.count, "workload": asdict(group.workload)})
+            rates = ", ".join(rate or "this network" for rate in steps)
+            print(f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {work}: {rates}", flush=True)
         rows, failure = ranks.run([group.to_job(steps)])
         failures += failure is not None
         found += compared(rows, bool(options.mirror))
         if ranks.is_first:
             save_document(new_document(found), options.output)
     return found, failures
-
-
-def _find_ranks(options: argparse.Namespace) -> JobRanks:
-    if not options.mirror:
-        return find_ranks(options.emulate, options.timeout, "bench step")
-    _check_mirrored(_groups(options, options.mirror))
-    return LaunchedRanks(options.mirror)
-
-
-def _check_same_layout(groups: Sequence[Group]) -> None:
-    if len({(group.workload.tensor, group.workload.pipeline) for group in groups}) > 1:
-        raise ConfigError(
-            "--config: the files have different layouts, which one job cannot measure; pass them one by one"
-        )
 
 
 def _check_mirrored(groups: Sequence[Group]) -> None:
@@ -101,9 +93,7 @@ def _check_mirrored(groups: Sequence[Group]) -> None:
 def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
     stems = [Path(file).stem for file in options.config]
     if len(set(stems)) < len(stems):
-        raise ConfigError(
-            f"--config {' '.join(options.config)}: files with the same name have the same rows; rename them"
-        )
+        raise ConfigError(f"--config {' '.join(options.config)}: files of the same name share rows; rename them")
     sizes = {name: getattr(options, name) for name in ("micro_batch", "seq_len", "seed", "lora_rank")}
     groups = [
         group
@@ -128,27 +118,21 @@ def steps_at(options: argparse.Namespace, rates: Sequence[str | None]) -> Steps:
     return dict(zip(rates, given * len(rates), strict=False))
 
 
-def _title(group: Group, ranks: int) -> str:
-    work = group.workload
-    parts = {"tensor": work.tensor, "pipeline": work.pipeline, "sequence": work.sequence}
-    layout = "".join(f", {name} {size}" for name, size in parts.items() if size > 1)
-    return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} systems"
-
-
 def compared(rows: Sequence[Row], mirror: bool = False) -> list[Row]:
-    """Return the rows of a run, fast rates first, with what their comparison shows. Rows of a `mirror` say so."""
-    ordered = sorted(rows, key=lambda row: -bits_per_second(row["rate"]) if row["rate"] else 0.0)
-    return [row | _compared(row, rows) | ({"mirror": True} if mirror else {}) for row in ordered]
+    """Return the rows of a run, fast rates first, with what their comparison shows. Rows of a `mirror` say so.
 
-
-def _compared(row: Row, rows: Sequence[Row]) -> Row:
-    """Return ratios of times, and the bytes per step: means over ranks, but the largest difference of any rank."""
-    alone, step = _uncompressed(row, rows), row["step_s"]["median"]
-    return {
-        "of_compute_only": step / row["compute_only_s"]["median"],
-        "speedup": alone["step_s"]["median"] / step if alone else None,
-        "bytes": _bytes(row["traffic"], _predictions(row, rows)),
-    }
+    Ratios of times are added, and the bytes per step: means over ranks, but the largest difference of any rank.
+    """
+    found = []
+    for row in sorted(rows, key=lambda row: -bits_per_second(row["rate"]) if row["rate"] else 0.0):
+        alone, step = _uncompressed(row, rows), row["step_s"]["median"]
+        more = {
+            "of_compute_only": step / row["compute_only_s"]["median"],
+            "speedup": alone["step_s"]["median"] / step if alone else None,
+            "bytes": _bytes(row["traffic"], _predictions(row, rows)),
+        }
+        found.append(row | more | ({"mirror": True} if mirror else {}))
+    return found
 
 
 def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
@@ -168,7 +152,8 @@ def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
     of what they send stays inside it, except with hybrid sharding, for which the bytes of a host are returned.
     """
     per_host = row.get("per_host", 1)
-    if per_host > 1 and not _shards_within(row):
+    within = value_at(row["contender"]["ds_config"], (SECTION, "parallelism", "shard_within"))
+    if per_host > 1 and within is None:
         return None
     if "predicted" in row["traffic"][0]:
         return [per_host * rank["predicted"] for rank in row["traffic"]]
@@ -176,19 +161,13 @@ def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
     return [rank["predicted_uncompressed"] for rank in counted["traffic"]] if counted else None
 
 
-def _shards_within(row: Row) -> bool:
-    parallelism: Row = ((row["contender"]["ds_config"] or {}).get(SECTION) or {}).get("parallelism") or {}
-    return parallelism.get("shard_within") is not None
-
-
 def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
     if other["contender"]["kind"] != OURS or other["rate"] != row["rate"] or _uncompressed(other, rows) is not row:
         return False
     section = with_preset(other["contender"]["ds_config"])
-    weights: Row = section.get("weights") or {}
     # Islands do not exchange the gradients of all ranks, and `auto` may leave them to DeepSpeed.
     whole = not section.get("islands") and "auto" not in section
-    return bool(weights.get("method", "none") == "none" and whole)
+    return whole and value_at(section, ("weights", "method")) in (None, "none")
 
 
 def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:

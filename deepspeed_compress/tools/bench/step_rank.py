@@ -115,7 +115,9 @@ def _measure_rate(
     gauges.times(step, SETTLING_STEPS + choosing)
     counted.clear()
     begin, steps = {} if rate is None else gauges.quiet_counters(), count * system.period
-    seconds = _by_period(gauges.times(step, steps), system.period)
+    # Steps of local SGD are either short or long, so a median over steps would show only one kind.
+    times, period = gauges.times(step, steps), system.period
+    seconds = [statistics.mean(times[begin : begin + period]) for begin in range(0, steps, period)]
     after = gauges.quiet_counters() if begin else {}
     sent = {name: (value - begin[name]) / steps for name, value in after.items()}
     return {
@@ -129,14 +131,6 @@ def _measure_rate(
         "peak_bytes": gauges.gather(peak.bytes()),
         "residual_bytes": gauges.gather(_residual_bytes(system.session)),
     }
-
-
-def _by_period(seconds: list[float], period: int) -> list[float]:
-    """Return the means of each `period` steps.
-
-    Steps of local SGD are either short or long, so a median over steps would show only one kind.
-    """
-    return [statistics.mean(seconds[begin : begin + period]) for begin in range(0, len(seconds), period)]
 
 
 def _split(seconds: list[float], counted: list[Counted]) -> dict[str, float] | None:

@@ -1,7 +1,6 @@
 """Workloads and contenders: what is computed, and the DeepSpeed configuration of each system that is compared."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,8 @@ class Workload:
         """
         sequences, needed = self.micro_batch * self.accumulation, self.tensor * self.pipeline * self.sequence
         if sequences % needed:
-            raise ConfigError(
-                f"--micro-batch: {self.micro_batch} sequences x {self.accumulation} micro-batches are not a multiple "
-                f"of the {needed} ranks of a replica, so a single process has no equal share; write another one"
-            )
+            found = f"{self.micro_batch} sequences x {self.accumulation} micro-batches"
+            raise ConfigError(f"--micro-batch: {found} are not a multiple of the {needed} ranks of a replica; write N")
         share = sequences // needed
         size = self.micro_batch if share % self.micro_batch == 0 else share
         return share // size, size
@@ -79,9 +76,6 @@ class Group:
     workload: Workload
     contenders: tuple[Contender, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_job(self, steps: Mapping[str | None, int], bare: bool = True) -> dict[str, Any]:
         """Return the job of `step_rank`.
 
@@ -90,7 +84,7 @@ class Group:
             bare: Whether the bare model is measured, too.
         """
         settings = {"rates": list(steps), "steps": list(steps.values()), "bare": bare}
-        return {"measure": "steps", "group": self.to_json(), **settings}
+        return {"measure": "steps", "group": asdict(self), **settings}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Group":
@@ -116,10 +110,12 @@ def group_contenders(
     groups: dict[str, tuple[Workload, list[Contender]]] = {}
     for file in files:
         ds_config = read_file(file)
-        with _named(file):
+        try:
             workload = _workload(ds_config, model, sizes, ranks)
             given = _effective(ds_config, workload)
             plain = without_section(given)
+        except ConfigError as error:
+            raise ConfigError(f"--config {file}: {error}") from error
         _, contenders = groups.setdefault(repr(workload), (workload, []))
         found = [Contender(DEEPSPEED, DEEPSPEED, plain)] if DEEPSPEED in peers else []
         found.append(Contender(Path(file).stem, OURS, given))
@@ -144,15 +140,6 @@ def without_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     section = {"parallelism": written.get("parallelism"), "gradients": {"method": "none"}}
     plain = dict(ds_config) | {SECTION: section}
     return {key: value for key, value in expand(plain, parse_section(plain)).items() if key != SECTION}
-
-
-@contextmanager
-def _named(file: str) -> Iterator[None]:
-    """Begin the message of an error with the option and the file, of which there may be several."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"--config {file}: {error}") from error
 
 
 def _workload(ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any], ranks: int) -> Workload:

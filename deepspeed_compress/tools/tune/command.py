@@ -3,6 +3,7 @@
 import argparse
 import math
 import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,28 +20,11 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.safe_files import write_json, write_text
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
 from deepspeed_compress.tools.tables import new_console, new_table
-from deepspeed_compress.tools.tune.search import (
-    Budget,
-    Outcome,
-    Round,
-    best,
-    loss_gap,
-    make_rungs,
-    reasons,
-    search,
-)
+from deepspeed_compress.tools.tune.search import Outcome, Round, best, loss_gap, make_rungs, reasons, search
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate, find_candidates, load_space
 from deepspeed_compress.tools.tune.trials import EXPERIMENTS, Result, Trials, with_config
 
 OPTIMAL = "ds_config_optimal.json"
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Objective of the search: the smallest `metric` with a loss gap of at most `target`."""
-
-    target: float
-    metric: str
 
 
 @dataclass(frozen=True)
@@ -72,9 +56,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a search. `rows` are sorted by merit. `chosen` is the best candidate, or else the baseline."""
+    """Summary of a search for the smallest `metric` with a loss gap of at most `target`.
 
-    objective: Objective
+    `rows` are sorted by merit. `chosen` is the best candidate, or else the baseline.
+    """
+
+    target: float
+    metric: str
     rows: tuple[Row, ...]
     chosen: Candidate
     outcome: Outcome
@@ -87,45 +75,43 @@ class Summary:
 
 
 def summarise(
-    outcome: Outcome, candidates: Sequence[Candidate], left_out: Mapping[str, str], objective: Objective
+    outcome: Outcome, candidates: Sequence[Candidate], left_out: Mapping[str, str], target: float, metric: str
 ) -> Summary:
     """Return the summary: the rows of all candidates that were tried, and the choice."""
     known = {candidate.name: candidate for candidate in candidates}
-    found = best(outcome.rounds, objective.target, objective.metric)
+    found = best(outcome.rounds, target, metric)
     chosen = known[found[1].name if found else BASELINE]
     rounds = {
         name: last for last in outcome.rounds for name, result in last.results.items() if result.status != "stopped"
     }
     if found:
         rounds[chosen.name] = found[0]
-    rows = [_row(known[name], last, chosen.name, objective) for name, last in rounds.items()]
+    rows = [_row(known[name], last, chosen.name, metric) for name, last in rounds.items()]
     rows.sort(key=lambda row: (row.name != chosen.name, row.name != BASELINE, -row.rung, row.result.step_ms))
-    return Summary(objective, tuple(rows), chosen, outcome, left_out)
+    return Summary(target, metric, tuple(rows), chosen, outcome, left_out)
 
 
-def _row(candidate: Candidate, last: Round, chosen: str, objective: Objective) -> Row:
+def _row(candidate: Candidate, last: Round, chosen: str, metric: str) -> Row:
     result, baseline = last.results[candidate.name], last.baseline
     gap = speed = fewer = math.nan
     if baseline is not None and result.finished:
         gap, speed = loss_gap(result, baseline), baseline.step_ms / result.step_ms
         fewer = baseline.bytes / result.bytes if result.bytes else math.inf
-    remark = "" if baseline is None else reasons(last, objective.metric).get(candidate.name, "")
+    remark = "" if baseline is None else reasons(last, metric).get(candidate.name, "")
     remark = result.error or ("best" if candidate.name == chosen else remark)
     return Row(candidate.name, candidate.settings, last.rung.number, last.rung.steps, result, gap, speed, fewer, remark)
 
 
 def conclusion(summary: Summary) -> list[str]:
     """Return sentences that state the choice, the evidence for it, and what is missing."""
-    row, objective = summary.row, summary.objective
+    row = summary.row
     lines = [f"Ended early: {summary.outcome.stopped}."] if summary.outcome.stopped else []
     if row is None:
         return [*lines, "Nothing was measured."]
     if not math.isfinite(row.result.loss):
         return [*lines, "The loss of uncompressed training is not finite, so nothing can be compared with it."]
     if row.name == BASELINE:
-        what = (
-            f"{BETTER[objective.metric]} than uncompressed training with a loss gap of at most {objective.target:.2%}"
-        )
+        what = f"{BETTER[summary.metric]} than uncompressed training with a loss gap of at most {summary.target:.2%}"
         return [*lines, f"No candidate {what}: leave gradients uncompressed, or allow a larger gap."]
     figures = f"{row.speed:.2f} times as fast, {row.fewer:.1f} times fewer bytes, loss gap {row.gap:+.2%}"
     return [*lines, f"Best: {row.name} ({row.settings}): {figures}, in trials of {row.steps} steps."]
@@ -135,8 +121,8 @@ def as_json(summary: Summary) -> dict[str, Any]:
     """Return the whole summary for JSON. Figures that are not finite become null."""
     outcome = summary.outcome
     return {
-        "target_loss_gap": summary.objective.target,
-        "metric": summary.objective.metric,
+        "target_loss_gap": summary.target,
+        "metric": summary.metric,
         "best": {"name": summary.chosen.name, SECTION: summary.chosen.section},
         "conclusion": conclusion(summary),
         "stopped": outcome.stopped or None,
@@ -155,7 +141,7 @@ HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fe
 
 def as_table(summary: Summary) -> Table:
     """Return the rows as a table for the terminal."""
-    title = f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}"
+    title = f"loss gap of at most {summary.target:.2%}, least {summary.metric}"
     table = new_table(title, HEAD, ("candidate", "settings", ""))
     for row in summary.rows:
         result = row.result
@@ -191,8 +177,14 @@ def run(options: argparse.Namespace) -> int:
     (options.output / EXPERIMENTS).mkdir(parents=True, exist_ok=True)
     lines = [f"{len(candidates) - 1} candidates: {', '.join(candidate.name for candidate in candidates[1:])}"]
     _print(console, [*lines, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
-    outcome = _search(options, ds_config, candidates, console)
-    summary = summarise(outcome, candidates, left_out, Objective(options.target_loss_gap, options.metric))
+    rungs = make_rungs(options.steps, options.rungs, options.target_loss_gap)
+    end = time.monotonic() + (math.inf if options.time_budget is None else options.time_budget)
+    trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
+    # The running trial is in a session of its own, so it must be ended by this process.
+    with signals_as_exceptions():
+        left, say = lambda: end - time.monotonic(), lambda line: _print(console, [line])
+        outcome = search(candidates, rungs, trials, options.metric, left, say)
+    summary = summarise(outcome, candidates, left_out, options.target_loss_gap, options.metric)
     _write(summary, ds_config, options, console)
     return 0 if outcome.failure is None else 1
 
@@ -207,14 +199,10 @@ def _check(
     from deepspeed_compress.integrations.launch import launch_command
 
     if options.metric == "step_time" and value_at(ds_config, (SECTION, "communication", "max_rate")) is not None:
-        raise ConfigError(
-            f"/{SECTION}/communication/max_rate: uncompressed trials have no such limit, so step times cannot be "
-            "compared (allowed: null). Remove the key and limit the link itself with tc, or pass --metric bytes"
-        )
+        key = f"/{SECTION}/communication/max_rate"
+        raise ConfigError(f"{key}: uncompressed trials have no such limit; limit the link by tc, or set --metric bytes")
     if options.output.is_dir() and any(options.output.iterdir()) and not (options.output / EXPERIMENTS).is_dir():
-        raise ConfigError(
-            f"--output {options.output}: holds something else (allowed: a new directory); choose another one"
-        )
+        raise ConfigError(f"--output {options.output}: holds something else; choose a new directory")
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))
     if len(candidates) == 1:
         reasons = "".join(f"\n  - {name}: {reason}" for name, reason in left_out.items())
@@ -224,17 +212,6 @@ def _check(
 def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _search(
-    options: argparse.Namespace, ds_config: Mapping[str, Any], candidates: Sequence[Candidate], console: Console
-) -> Outcome:
-    rungs = make_rungs(options.steps, options.rungs, options.target_loss_gap)
-    budget = Budget(options.time_budget)
-    trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
-    # The running trial is in a session of its own, so it must be ended by this process.
-    with signals_as_exceptions():
-        return search(candidates, rungs, trials, options.metric, budget, lambda line: _print(console, [line]))
 
 
 def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:

@@ -30,10 +30,8 @@ def main(arguments: Sequence[str]) -> None:
     run.main(arguments)
     done, wanted = watchers[0].steps if watchers else (0, None)
     if done != wanted:
-        raise ConfigError(
-            f"the script ended after {done} optimizer steps of DeepSpeed, before the {wanted or 'first'} of this trial "
-            "(allowed: more, because the trial ends it); let it train longer, or use fewer --steps or --rungs"
-        )
+        steps = f"after {done} optimizer steps of DeepSpeed, before the {wanted or 'first'} of this trial"
+        raise ConfigError(f"the script ended {steps}; let it train longer, or use fewer --steps or --rungs")
 
 
 def _watch(watchers: "list[EngineWatcher]") -> Undo:

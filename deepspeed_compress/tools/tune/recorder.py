@@ -3,7 +3,8 @@
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.patching import Undo, replace_methods
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.safe_files import write_text
-from deepspeed_compress.tools.tune.trials import TRIAL, Task
+from deepspeed_compress.tools.tune.trials import LINES, TRIAL, Task
 
 
 class Recorder:
@@ -48,10 +49,7 @@ class Recorder:
             ConfigError: No loss was recorded for the step.
         """
         if not self._parts:
-            raise ConfigError(
-                "a trial takes the loss from engine.backward(loss), or from engine.train_batch of a pipeline, but "
-                "neither was called before the optimizer step; write engine.backward(loss) instead of loss.backward()"
-            )
+            raise ConfigError("no loss before the optimizer step; write engine.backward(loss), not loss.backward()")
         get_accelerator().synchronize()
         self._times.append(time.perf_counter())
         self._losses.append(torch.stack(self._parts).sum())
@@ -75,7 +73,7 @@ class Recorder:
             sent = None if found is None else sum(getattr(found, kind) or 0 for kind in KINDS)
             elapsed = 1e3 * (self._times[step] - self._times[step - 1])
             lines.append(json.dumps({"step": step, "loss": loss, "step_ms": elapsed, "bytes": sent}) + "\n")
-        write_text(self.task.lines, "".join(lines))
+        write_text(Path(self.task.directory) / LINES, "".join(lines))
 
 
 class EngineWatcher:
@@ -104,23 +102,15 @@ class EngineWatcher:
         The first engine that is passed here becomes the one being followed.
         """
         if self.recorder is None:
-            task = _task(engine.config)
-            self.recorder, self._engine = Recorder(task, engine.device), engine
+            if TRIAL not in engine.config or SECTION not in engine.config:
+                raise ConfigError(f"/{TRIAL}: is missing from the configuration of DeepSpeed; pass on the whole file")
+            self.recorder, self._engine = Recorder(Task(**engine.config[TRIAL]), engine.device), engine
             engine.compression.subscribe(self._keep)
         return self.recorder if engine is self._engine else None
 
     def _keep(self, statistics: StepStatistics) -> None:
         assert self.recorder is not None, "subscribed to by a recorder"
         self.recorder.statistics[self.recorder.steps + 1] = statistics
-
-
-def _task(ds_config: Mapping[str, Any]) -> Task:
-    if TRIAL not in ds_config or SECTION not in ds_config:
-        raise ConfigError(
-            f"/{TRIAL}: is missing from the configuration that DeepSpeed received, so the script did not pass on the "
-            "trial's file unchanged (allowed: the whole file); pass its path, or its whole content"
-        )
-    return Task(**ds_config[TRIAL])
 
 
 Method = Callable[..., Any]

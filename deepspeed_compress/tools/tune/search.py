@@ -6,7 +6,6 @@ loss stays close to that of uncompressed training after the same number of steps
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,10 +50,6 @@ def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
     ]
 
 
-def _kept(candidates: int) -> int:
-    return min(candidates, max(2, math.ceil(candidates / FACTOR)))
-
-
 def loss_gap(result: Result, baseline: Result) -> float:
     """Return the loss above the baseline's as a fraction of the latter, or infinity if a loss is not finite."""
     gap = (result.loss - baseline.loss) / abs(baseline.loss) if baseline.loss else math.inf
@@ -75,7 +70,7 @@ def reasons(found: Round, metric: str) -> dict[str, str]:
     good = [result for result in tried if not out[result.name]]
     out |= {result.name: _dominated(result, good, baseline) for result in good}
     ranked = sorted((result for result in good if not out[result.name]), key=METRICS[metric])
-    places = _kept(len(tried))
+    places = max(2, math.ceil(len(tried) / FACTOR))
     return out | {result.name: f"not among the best {places}" for result in ranked[places:]}
 
 
@@ -139,17 +134,6 @@ AS_LONG, STARTUP = 3.0, 60.0
 """Longest trial relative to the baseline's, and seconds added to it. A candidate that slow is no gain."""
 
 
-class Budget:
-    """Time left for the search: `seconds` from now on, or no limit if None."""
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._end = math.inf if seconds is None else clock() + seconds
-
-    def left(self) -> float:
-        return self._end - self.clock()
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of a search.
@@ -174,18 +158,19 @@ def search(
     rungs: Sequence[Rung],
     trials: Trials,
     metric: str,
-    budget: Budget,
+    left: Callable[[], float],
     say: Callable[[str], None],
 ) -> Outcome:
     """Try all `candidates`, baseline first, in the first of `rungs`, and the promoted ones in each further rung.
 
     The search ends if no candidate remains, if time is up (the running trial is then ended), or if the baseline fails,
-    because nothing can be compared without it. `say` receives a line before and after each trial.
+    because nothing can be compared without it. `left` returns the seconds that are left, and `say` receives a line
+    before and after each trial.
     """
     known = {candidate.name: candidate for candidate in candidates}
     names, rounds = list(known), list[Round]()
     for rung in rungs:
-        tried = _trials([known[name] for name in names], rung, trials, budget, say)
+        tried = _trials([known[name] for name in names], rung, trials, left, say)
         results = {result.name: result for result in tried}
         if results:
             rounds.append(Round(rung, results))
@@ -202,34 +187,30 @@ def _trials(
     candidates: Sequence[Candidate],
     rung: Rung,
     trials: Trials,
-    budget: Budget,
+    left: Callable[[], float],
     say: Callable[[str], None],
 ) -> Iterator[Result]:
     """Yield results in order until the baseline fails or time is up."""
     baseline: Result | None = None
     for candidate in candidates:
         found = trials.find(candidate, rung)
-        if found is None and budget.left() <= 0:
+        if found is None and left() <= 0:
             return
-        left = "" if math.isinf(budget.left()) else f", {_duration(max(0, budget.left()))} left"
+        limit = "" if math.isinf(left()) else f", {_duration(max(0, left()))} left"
         log = trials.directory(candidate, rung) / LOG
-        say(f"rung {rung.number}: {candidate.name}, {rung.steps} steps{left}, log {log}")
+        say(f"rung {rung.number}: {candidate.name}, {rung.steps} steps{limit}, log {log}")
         longest = math.inf if baseline is None else AS_LONG * baseline.seconds + STARTUP
-        seconds = min(longest, budget.left())
-        result = found or _timely(trials.run(candidate, rung, seconds), budget)
+        result = found or trials.run(candidate, rung, min(longest, left()))
+        if result.status == "stopped" and left() > 0:
+            # It was stopped for its own slowness.
+            slow = f"took more than {AS_LONG:g} times as long as uncompressed training"
+            result = replace(result, status="failed", error=slow)
         figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}{', from before' if found else ''}"
         say(f"  {result.name:<22}{figures if result.finished else f'{result.status}: {result.error}'}")
         yield result
         baseline = result if candidate.name == BASELINE else baseline
         if result.status == "stopped" or (baseline is not None and not baseline.finished):
             return
-
-
-def _timely(result: Result, budget: Budget) -> Result:
-    """Return the result as failed if the trial was stopped for its own slowness, with budget left."""
-    is_slow = result.status == "stopped" and budget.left() > 0
-    limit = f"took more than {AS_LONG:g} times as long as uncompressed training"
-    return replace(result, status="failed", error=limit) if is_slow else result
 
 
 def _stopped(results: Mapping[str, Result], names: Sequence[str], rung: Rung) -> tuple[str, Result | None] | None:

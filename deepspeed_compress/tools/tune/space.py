@@ -84,13 +84,14 @@ def find_candidates(
     sections |= {name: _patched(written, patch) for name, patch in (patches or _built_in(ds_config)).items()}
     kept, left = [_baseline(written)], dict[str, str]()
     for name, section in sections.items():
-        reason = _reason(ds_config, section) or _same(Candidate(name, section), kept)
+        candidate = Candidate(name, section)
+        reason = _reason(ds_config, section) or _same(candidate, kept)
         if patches is None and name != FILE and not reason:
-            reason = str(find_unknown_momentum(ds_config, Candidate(name, section).config) or "")
+            reason = str(find_unknown_momentum(ds_config, candidate.config) or "")
         if reason:
             left[name] = reason
         else:
-            kept.append(Candidate(name, section))
+            kept.append(candidate)
     return kept, left
 
 
@@ -153,10 +154,8 @@ def load_space(file: Path) -> dict[str, Patch]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"--space {file}: cannot be read as a list of objects ({error}). {_EXAMPLE}") from error
     if not named or len(set(valid)) < len(named):
-        raise ConfigError(
-            f"--space {file}: needs names of letters, digits and . + - _, each once, other than {BASELINE!r} and "
-            f"{FILE!r}. {_EXAMPLE}"
-        )
+        once = f"each once, other than {BASELINE!r} and {FILE!r}"
+        raise ConfigError(f"--space {file}: needs names of letters, digits and . + - _, {once}. {_EXAMPLE}")
     return dict(named)
 
 

@@ -93,10 +93,6 @@ class Task:
     steps: int
     directory: str
 
-    @property
-    def lines(self) -> Path:
-        return Path(self.directory) / LINES
-
 
 def trial_config(ds_config: Mapping[str, Any], candidate: Candidate, task: Task) -> dict[str, Any]:
     """Return the configuration of a trial: `ds_config` with the candidate's section, adapted to a short schedule.
@@ -158,11 +154,8 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     """
     named = [place for place, _, value in _values(arguments) if value and Path(value).resolve() == config.resolve()]
     if not named:
-        raise ConfigError(
-            f"--config {config}: no argument of the command names this file, so trials cannot have files of their own "
-            f"(allowed: any option). Pass it as the script or the launcher expects it, such as SCRIPT --deepspeed "
-            f"{config}. If the script contains the path, let it read the path from an argument."
-        )
+        problem = "no argument of the command names this file"
+        raise ConfigError(f"--config {config}: {problem}; write SCRIPT --deepspeed {config}, for example")
     return _with_values(arguments, named, str(replacement))
 
 
@@ -232,7 +225,7 @@ class Trials:
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
         """Return the result of this trial if it has finished, in this call or an earlier one, else None."""
-        command = _written(self._command(candidate, rung))
+        command = shlex.join(self._command(candidate, rung)) + "\n"
         return finished_before(self.directory(candidate, rung), self._config_of(candidate, rung), command)
 
     def run(self, candidate: Candidate, rung: Rung, seconds: float) -> Result:
@@ -245,7 +238,7 @@ class Trials:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_json(directory / CONFIG, self._config_of(candidate, rung), private=True)
-        write_text(directory / COMMAND, _written(command), private=True)
+        write_text(directory / COMMAND, shlex.join(command) + "\n", private=True)
         begin = time.monotonic()
         code = _wait(command, directory, begin + seconds)
         result = _result(candidate.name, directory, code, time.monotonic() - begin)
@@ -259,16 +252,10 @@ class Trials:
         given = for_trial(self.arguments, self.config, directory / CONFIG, directory)
         return launch_command(self.launcher, given, RUNNER)
 
-    def _config_of(self, candidate: Candidate, rung: Rung) -> dict[str, Any]:
+    def _config_of(self, candidate: Candidate, rung: Rung) -> Any:
         task = Task(rung.steps, str(self.directory(candidate, rung)))
         # Compare and pass it as it will be read: tuples of the section become lists in a file.
-        found: dict[str, Any] = json.loads(json.dumps(trial_config(self.ds_config, candidate, task)))
-        return found
-
-
-def _written(command: Sequence[str]) -> str:
-    """Return a command as its file holds it."""
-    return shlex.join(command) + "\n"
+        return json.loads(json.dumps(trial_config(self.ds_config, candidate, task)))
 
 
 def _wait(command: Sequence[str], directory: Path, deadline: float) -> int | None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def row(contender: int, rate: str | None, seconds: float, payload: float = 1000.
     ours = GROUP.contenders[contender].kind == OURS
     counted = {"predicted": 1000.0, "predicted_uncompressed": 4000.0} if ours else {}
     sent = {"interface": payload + PACKET, "packets": 1.0, "segments": 2.0} if rate else {}
-    found = GROUP.to_json()
+    found = asdict(GROUP)
     times = {"median": seconds, "min": 0.9 * seconds, "max": 1.1 * seconds}
     return {
         "workload": found["workload"],

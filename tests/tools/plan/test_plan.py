@@ -9,7 +9,7 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.plan import CANDIDATES, Interval, fitting, intervals, plans
+from deepspeed_compress.tools.plan import CANDIDATES, Interval, intervals, plans, recommendation
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
@@ -49,7 +49,7 @@ def test_an_exchange_is_spread_over_its_steps() -> None:
     assert found[1].exchange_seconds == pytest.approx(0.32)
     assert found[10].bytes_a_step == pytest.approx(400_000)
     assert found[10].step_ratio == pytest.approx(1.032)
-    assert fitting(list(found.values())) == found[10]
+    assert recommendation(list(found.values())) == "sync_every 10 costs 3.2 % of the time"
 
 
 def test_delay_hides_exchanges_up_to_the_capacity_of_the_link() -> None:

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.planner.gpus import Gpu
 from deepspeed_compress.tools import plan_job
-from deepspeed_compress.tools.plan_job import Machine, find_machine, find_network
+from deepspeed_compress.tools.plan_job import find_machine, find_network
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}
 
 
-def sizes(machine: Machine) -> tuple[str, int, int]:
-    return machine.gpu.name, machine.count, machine.per_node
+def sizes(machine: tuple[Gpu, int, int]) -> tuple[str, int, int]:
+    gpu, count, per_node = machine
+    return gpu.name, count, per_node
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.planner.cluster import Cluster, read_cluster
 from deepspeed_compress.planner.gpus import Constants
 from deepspeed_compress.planner.layout import Layout
-from deepspeed_compress.planner.measured import MeasuredProbe, ObservedStep, Probe, Step
+from deepspeed_compress.planner.measured import Probe, predict_probe, predict_step
 from deepspeed_compress.planner.model import read_model
 from deepspeed_compress.planner.search import Job, search
 from deepspeed_compress.planner.software import SOFTWARE
-from deepspeed_compress.tools import plan_cluster, plan_measure
+from deepspeed_compress.tools import plan_cluster
 from deepspeed_compress.tools.bench.jobs import EmulatedRanks
 from deepspeed_compress.tools.bench.options import Emulation
-from deepspeed_compress.tools.plan_measure import find_measuring_ranks, measure
+from deepspeed_compress.tools.plan_cluster import find_measuring_ranks, measure
 from tests.support.forks import run_forks
 from tests.support.hosts import measures_links
 
@@ -48,14 +48,14 @@ class ExactRanks(EmulatedRanks):
         sent = [(kind, [size, ranks]) for kind in KINDS for size in job["sizes"] for ranks in (2, 4)]
         found = []
         for kind, sizes in [*(("product", sizes) for sizes in job["products"]), *moved, *sent]:
-            probe = MeasuredProbe(Probe(kind, tuple(sizes), 1.0), self.job.cluster, self.job.software)
-            found.append({"kind": kind, "sizes": sizes, "seconds": probe.predicted(SLOW)})
+            seconds = predict_probe(self.job, Probe(kind, tuple(sizes), 1.0), SLOW)
+            found.append({"kind": kind, "sizes": sizes, "seconds": seconds})
         return found
 
     def steps(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         [contender] = job["group"]["contenders"]
-        step = Step(self.layouts[contender["name"]], 1.0)
-        return [{"contender": contender, "step_s": {"median": ObservedStep(self.job, step).predicted(SLOW)}}]
+        seconds = predict_step(self.job, self.layouts[contender["name"]], SLOW)
+        return [{"contender": contender, "step_s": {"median": seconds}}]
 
 
 def plan(*more: str) -> int:
@@ -142,7 +142,7 @@ class MixedRanks(EmulatedRanks):
 
 
 def test_ranks_with_several_kinds_of_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_measure, "find_ranks", lambda *_: MixedRanks(Emulation(2, ("100mbit",), 2), 10.0))
+    monkeypatch.setattr(plan_cluster, "find_ranks", lambda *_: MixedRanks(Emulation(2, ("100mbit",), 2), 10.0))
     with (
         pytest.raises(ConfigError, match=r"write --gpus 2xCPU\+2xL4, without a launcher"),
         find_measuring_ranks(None, 10.0, JOB.cluster),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed_compress.tools.tune.search import Budget, Outcome, Result, Rung, make_rungs, search
+from deepspeed_compress.tools.tune.search import Outcome, Result, Rung, make_rungs, search
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from tests.tools.tune.results import BASE, candidates, result
 
@@ -54,7 +54,8 @@ GOOD = {
 
 
 def run(fake: Fake, names: str = "abcdefg", seconds: float | None = None, rungs: list[Rung] = RUNGS) -> Outcome:
-    return search(candidates(*names), rungs, fake, "bytes", Budget(seconds, fake.clock), fake.said.append)
+    end = math.inf if seconds is None else fake.clock() + seconds
+    return search(candidates(*names), rungs, fake, "bytes", lambda: end - fake.clock(), fake.said.append)
 
 
 def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
