@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, aligned, random_keys
+from deepspeed_compress.compression.compressors.base import Compressor, random_keys
 from deepspeed_compress.compression.compressors.quantizers import Cast
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.arguments import ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import ResidualBuffers, aligned
 
 
 @dataclass(frozen=True)
