@@ -16,6 +16,7 @@ from torch import Tensor
 from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.arguments import FIRST
 from deepspeed_compress.compression.segments import (
     Layout,
     LayoutIndex,
@@ -196,7 +197,7 @@ class Residuals:
     def _join(self, batch: Batch, device: torch.device, basis: Transform, itemsize: int) -> _Slot | None:
         """Return the slot of the messages of `batch`, or None if some are stored in another basis than `basis`."""
         layouts = [layout_of(part.segments) for part in batch.parts]
-        begins = [first * itemsize for first in batch.firsts]
+        begins = [row[FIRST] * itemsize for row in batch.table.values]
         ends = [begin + self.storage.payload_bytes(part.numel) for begin, part in zip(begins, batch.parts, strict=True)]
         places = dict(zip(layouts, zip(begins, ends, strict=True), strict=True))
         known = self._slots.get(layouts[0]) if layouts else None
@@ -247,13 +248,9 @@ class Residuals:
         if slot is None:
             return self._adopt(layout, device)
         if slot.is_joint:
-            self._split(slot)
+            self._slots.update({one: slot.alone(one) for one in slot.places})
+            self._forget_batches(slot)
         return self._slots[layout]
-
-    def _split(self, slot: _Slot) -> None:
-        for layout in slot.places:
-            self._slots[layout] = slot.alone(layout)
-        self._forget_batches(slot)
 
     def _forget_batches(self, slot: _Slot) -> None:
         for batch in [batch for batch, joint in self._joint.items() if joint is slot]:
@@ -344,17 +341,10 @@ class Residuals:
         Waits for the GPU if residuals are in host memory.
         """
         self._wait_for_copies()
-        return [
-            self._square_norm(slot.payload(layout, slot.current), numel_of(layout))
-            for layout, slot in self._slots.items()
-        ]
-
-    def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
         # Uncompressed formats are read in place, without decoding.
-        storage = self.storage
-        values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
-        norm: Tensor = for_device(values.device).square_norm(values)
-        return norm
+        read = self.storage.elements if isinstance(self.storage, Cast) else self._decoded
+        payloads = [(slot.payload(layout, slot.current), numel_of(layout)) for layout, slot in self._slots.items()]
+        return [for_device(one.device).square_norm(read(one, numel)) for one, numel in payloads]
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
         """Yield every range with its applied values, flat fp32."""
