@@ -24,15 +24,16 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Part:
-    """One message of a batch, which encodes `segments` as a single vector of `numel` elements.
+    """Segments of one owner that one codec encodes as a single vector of `numel` elements.
 
     Attributes:
         segments: the segments; their offsets are places in the bucket.
         numel: number of elements.
-        begin: first byte within the batch's buffer.
-        end: end of its bytes within the buffer, exclusive.
+        begin: first byte within the owner's message or, in a batch, within the buffer of all messages.
+        end: end of its bytes there, exclusive.
         owner: owner of the elements, and with
         channel: the channel, part of the message's random key.
+        first: index of its first element among the owner's elements, in message order.
     """
 
     segments: tuple[Segment, ...]
@@ -41,6 +42,7 @@ class Part:
     end: int
     owner: int
     channel: int
+    first: int
 
 
 class Batch:
