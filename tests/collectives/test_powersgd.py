@@ -320,7 +320,7 @@ def test_the_size_of_a_stack_is_bounded_and_does_not_change_the_result(monkeypat
     # The bound fits two matrices of the shape of "wide", or one larger matrix.
     for numel, counts in ((240, [1, 2, 1]), (239, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
         monkeypatch.setattr("deepspeed_compress.collectives.low_rank.STACK_NUMEL", numel)
-        found = make_low_rank_layout(layout(2), find_matrices(layout(2), LowRank(SHAPES, 2)), 0)
+        found = make_low_rank_layout(LowRank(SHAPES, 2), 0, layout(2))
         assert [len(stack.matrices) for stack in found.stacks] == counts
         for some, others in zip(train(2, 3), whole, strict=True):
             torch.testing.assert_close(some, others, rtol=1e-4, atol=1e-5)
