@@ -36,13 +36,9 @@ def warps(tile: int) -> int:
     return max(4, tile // _PER_WARP)
 
 
-def halves(key: int) -> tuple[int, int]:
+def halves(key: int) -> list[int]:
     """Return the low and high 32 bits of `key` as int32. A larger number would make Triton compile another program."""
-    return _int32(key & 0xFFFFFFFF), _int32((key >> 32) & 0xFFFFFFFF)
-
-
-def _int32(bits: int) -> int:
-    return bits - ((bits & 0x80000000) << 1)
+    return [half - ((half & 0x80000000) << 1) for half in (key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF)]
 
 
 def flat(*tensors: Tensor) -> bool:

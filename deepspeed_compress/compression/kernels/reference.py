@@ -88,7 +88,8 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     NaN is larger than everything; among equal magnitudes, the lower column wins. The k largest elements lie in the k
     groups with the largest maxima, so most elements are only compared within their group.
     """
-    magnitudes = _magnitudes(rows)
+    # The bits without the sign are in the order of the magnitudes, with NaN above infinity.
+    magnitudes = rows.view(torch.int32) & 0x7FFFFFFF
     group = 1 << max(0, round(math.log2(rows.shape[1] / k) / 2))
     # Padding zeros never win: they lose ties because they come last.
     magnitudes = F.pad(magnitudes, (0, -rows.shape[1] % group))
@@ -113,11 +114,6 @@ def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[
     columns = top_k_rows(total, k)
     cast(total.view(-1), residual.after)
     return columns, total.gather(1, columns)
-
-
-def _magnitudes(x: Tensor) -> Tensor:
-    """Return int32 numbers in the order of |x| (fp32), with NaN above infinity: the bits without the sign."""
-    return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
