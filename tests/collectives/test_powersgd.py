@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition, relabel
-from deepspeed_compress.collectives.low_rank import (
-    LowRank,
-    find_matrices,
-    make_low_rank_layout,
-    orthonormal,
-)
+from deepspeed_compress.collectives.low_rank import LowRank, find_matrices, make_low_rank_layout, orthonormal
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
@@ -482,7 +477,7 @@ def test_state_does_not_grow_with_the_number_of_layouts() -> None:
                 built.reducer.all_reduce(normal(rank, cut.numel), cut, 0.5)
                 built.end_step()
         held = sum(numel for (_, _, numel), _ in built.warm.items())
-        return len(built.reducer._starts), held, built.reducer._layout.cache_parameters()["maxsize"]
+        return len(built.reducer._starts), held, built.reducer.layout.cache_parameters()["maxsize"]
 
     for starts, held, bound in run_threads(2, work):
         assert starts == len(LOW_RANK)
