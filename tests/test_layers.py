@@ -58,7 +58,7 @@ TABLE = {
         "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
     "compression.residual_stores": allow("compression.residuals", ""),
-    "compression.state_description": allow("errors safe_files compression.residuals compression.segments", ""),
+    "compression.state_description": allow("errors safe_files compression.residuals", "pydantic"),
     "compression.state": allow(
         "errors safe_files compression.residual_stores compression.residuals compression.segments "
         "compression.state_description compression.transforms",

@@ -209,22 +209,16 @@ def _find_gaps(place: Path, lists: Sequence[FileList]) -> Iterator[str]:
 
 def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
     """Yield a problem for each file of `listed` below `place` that is missing, has changed, or cannot be read."""
-    for name, (size, sha256) in listed.files.items():
+    for file, (size, sha256) in ((place / name, one) for name, one in listed.files.items()):
         try:
-            problem = _find_damage(place / name, size, sha256)
+            if not file.is_file():
+                yield f"{file} is missing"
+            elif file.stat().st_size != size:
+                yield f"{file} has {file.stat().st_size} bytes of {size}"
+            elif digest(file) != sha256:
+                yield f"{file} is damaged: its digest does not match"
         except OSError as error:
-            problem = f"{place / name} cannot be read: {error}"
-        if problem:
-            yield problem
-
-
-def _find_damage(file: Path, size: int, sha256: str) -> str:
-    """Return what is wrong with `file`; "" if it has `size` bytes and the digest `sha256`."""
-    if not file.is_file():
-        return f"{file} is missing"
-    if file.stat().st_size != size:
-        return f"{file} has {file.stat().st_size} bytes of {size}"
-    return "" if digest(file) == sha256 else f"{file} is damaged: its digest does not match"
+            yield f"{file} cannot be read: {error}"
 
 
 def unlist_all(place: Path) -> None:
@@ -328,24 +322,21 @@ def _holds_states(place: Path) -> bool:
 
 def _read(place: Path, tag: str) -> Checkpoint | None:
     """Return the checkpoint in `place`, or None if it was removed meanwhile."""
-    files = list(_files(place))
+    files: list[os.stat_result] = []
+    for top, _, names in os.walk(place):
+        for name in names:
+            # Other processes may have removed or renamed a file meanwhile. It may also be a link to itself.
+            with suppress(OSError):
+                files.append(os.stat(os.path.join(top, name)))
     if not files:
         return None
     size, newest = sum(file.st_size for file in files), max(file.st_mtime for file in files)
+    problem = ""
+    lists: list[FileList] = []
     try:
         lists = read_lists(place)
     except StateError as error:
-        return Checkpoint(place, tag, None, None, size, newest, automatic=False, complete=False, problem=str(error))
-    if not lists:
-        return Checkpoint(place, tag, None, None, size, newest, automatic=False, complete=True)
-    first, complete = lists[0], not any(_find_gaps(place, lists))
-    return Checkpoint(place, tag, first.step, first.world, size, newest, first.automatic, complete)
-
-
-def _files(place: Path) -> Iterator[os.stat_result]:
-    """Yield the status of all files below `place`, while other processes may write, rename and remove files there."""
-    for top, _, names in os.walk(place):
-        for name in names:
-            # A file may have been removed meanwhile, or be a link to itself.
-            with suppress(OSError):
-                yield os.stat(os.path.join(top, name))
+        problem = str(error)
+    step, world, automatic = (lists[0].step, lists[0].world, lists[0].automatic) if lists else (None, None, False)
+    complete = not problem and not any(_find_gaps(place, lists))
+    return Checkpoint(place, tag, step, world, size, newest, automatic, complete, problem)

@@ -164,19 +164,17 @@ class _Taker:
         self.server.stop(DRAIN)
 
     def _serve(self, connection: Connection) -> None:
-        head = connection.receive(_PATIENCE, _MOST)
-        if head is not None:
-            connection.send(self._answer(head, connection))
-
-    def _answer(self, head: Mapping[str, Any], connection: Connection) -> dict[str, Any]:
+        head, answer = connection.receive(_PATIENCE, _MOST), {"kind": "taken"}
+        if head is None:
+            return
         try:
             self._take(head, connection)
         except (OSError, StateError, ValueError, KeyError, TypeError, AttributeError) as error:
             # The sender reads the answer only after it has sent everything.
             for _ in connection.pieces():
                 pass
-            return {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
-        return {"kind": "taken"}
+            answer = {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
+        connection.send(answer)
 
     def _take(self, head: Mapping[str, Any], connection: Connection) -> None:
         """Write the files of one message. Their list says first that they are unfinished, as on the rank's own host."""

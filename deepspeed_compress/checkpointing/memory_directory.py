@@ -78,16 +78,17 @@ class HostSave:
     """The lists that a host holds of one save, by rank. The files may still be damaged."""
 
     tag: str
-    run: str
-    number: int
-    step: int
-    world: int
     lists: Mapping[int, completeness.FileList]
 
     @property
     def save(self) -> tuple[int, str, str, int]:
         """Return the identity of the save, equal on all hosts. Later saves compare greater."""
-        return (self.step, self.tag, self.run, self.number)
+        first = next(iter(self.lists.values()))
+        return (first.step, self.tag, first.run, first.number)
+
+    @property
+    def world(self) -> int:
+        return next(iter(self.lists.values())).world
 
 
 def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
@@ -95,23 +96,16 @@ def find_host_saves(directory: Path) -> tuple[list[HostSave], list[str]]:
     found: list[HostSave] = []
     problems: list[str] = []
     for place in sorted(subdirectories(directory)):
-        lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
-        for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
-            by_rank = {one.rank: one for one in some}
-            first = next(iter(by_rank.values()))
-            found.append(HostSave(place.name, run, number, first.step, first.world, by_rank))
+        lists: list[completeness.FileList] = []
+        for file in completeness.list_paths(place):
+            try:
+                lists.append(completeness.read_list(file))
+            except StateError as error:
+                problems.append(str(error))
+        whole = sorted((one for one in lists if not one.problem), key=lambda one: (one.run, one.number, one.rank))
+        for _, some in groupby(whole, key=lambda one: (one.run, one.number)):
+            found.append(HostSave(place.name, {one.rank: one for one in some}))
     return found, problems
-
-
-def _readable(place: Path, problems: list[str]) -> Iterator[completeness.FileList]:
-    for file in completeness.list_paths(place):
-        try:
-            listed = completeness.read_list(file)
-        except StateError as error:
-            problems.append(str(error))
-            continue
-        if not listed.problem:
-            yield listed
 
 
 @dataclass(frozen=True)

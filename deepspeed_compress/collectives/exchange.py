@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ class Link:
             return PendingExchange()
         transport = _choose_transport(self.group, incoming.device)
         if transport.start_split is not None:
-            return transport.start_split(self, outgoing, sent, incoming, received)
+            return transport.pending(*transport.start_split(self, outgoing, sent, incoming, received))
         return transport.start(self, torch.split(outgoing, sent), torch.split(incoming, received), tag)
 
     def all_gather_split(self, messages: Tensor, sizes: Sequence[int], tag: int) -> PendingExchange:
@@ -126,7 +126,7 @@ class Link:
         transport = _choose_transport(self.group, messages.device)
         if transport.all_gather_split is None or self.group.size() == 1:
             return self.start([parts[self.group.rank()]] * len(parts), parts, tag)
-        return transport.all_gather_split(self, messages, parts)
+        return transport.pending(*transport.all_gather_split(self, messages, parts))
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -166,43 +166,27 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     return PendingExchange([_Collective(work, [*incoming, *outgoing])])
 
 
-def _all_to_all_split(
-    link: Link, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int]
-) -> PendingExchange:
+_Started = tuple[Work, list[Tensor]]
+"""The handle of a collective, and the buffers that it reads and writes."""
+
+
+def _all_to_all_split(link: Link, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int]) -> _Started:
     """Use the backend's all-to-all of parts of a buffer."""
-    work = link.group.alltoall_base(incoming, outgoing, received, sent)
-    return PendingExchange([_Collective(work, [incoming, outgoing])])
+    return link.group.alltoall_base(incoming, outgoing, received, sent), [incoming, outgoing]
 
 
-def _all_gather_split(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> PendingExchange:
+def _all_gather_split(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> _Started:
     """Use the backend's all-gather into the `parts` of a buffer."""
-    work, *own = _gather_parts(link, messages, parts)
-    return PendingExchange([_Collective(work, [messages, *own])])
-
-
-def _gather_parts(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Start an all-gather of this rank's part of `messages`. Return its handle, and what else it writes."""
     group, mine = link.group, parts[link.group.rank()]
     if len({part.shape for part in parts}) == 1:
-        return (group._allgather_base(messages, mine),)
+        return group._allgather_base(messages, mine), [messages]
     # The backend also writes this rank's own message.
     own = torch.empty_like(mine)
-    outputs = [own if part is mine else part for part in parts]
-    return group.allgather([outputs], [mine]), own
+    return group.allgather([[own if part is mine else part for part in parts]], [mine]), [messages, own]
 
 
-def _host_all_to_all(
-    link: Link, outgoing: Tensor, sent: list[int], incoming: Tensor, received: list[int]
-) -> PendingExchange:
-    return PendingExchange([link.group.alltoall_base(incoming, outgoing, received, sent)])
-
-
-def _host_all_gather(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> PendingExchange:
-    return PendingExchange([_gather_parts(link, messages, parts)[0]])
-
-
-def _host_all_gather_by_exchange(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> PendingExchange:
-    return PendingExchange([link.group.alltoall(list(parts), [parts[link.group.rank()]] * len(parts))])
+def _all_gather_by_exchange(link: Link, messages: Tensor, parts: Sequence[Tensor]) -> _Started:
+    return link.group.alltoall(list(parts), [parts[link.group.rank()]] * len(parts)), [messages]
 
 
 def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
@@ -222,11 +206,17 @@ class _Transport:
         start: starts an exchange of one message between every pair of ranks.
         start_split: starts an exchange of messages in one buffer; None to use `start`.
         all_gather_split: starts to send one message of a buffer to all ranks; None to use `start`.
+        has_streams: collectives run on streams of their own, as those of a GPU.
     """
 
     start: Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
-    start_split: Callable[[Link, Tensor, list[int], Tensor, list[int]], PendingExchange] | None = None
-    all_gather_split: Callable[[Link, Tensor, Sequence[Tensor]], PendingExchange] | None = None
+    start_split: Callable[[Link, Tensor, list[int], Tensor, list[int]], _Started] | None = None
+    all_gather_split: Callable[[Link, Tensor, Sequence[Tensor]], _Started] | None = None
+    has_streams: bool = True
+
+    def pending(self, work: Work, buffers: list[Tensor]) -> PendingExchange:
+        """Return the handle of a collective that has started."""
+        return PendingExchange([_Collective(work, buffers) if self.has_streams else work])
 
 
 _BY_DEVICE: Mapping[str, _Transport] = {
@@ -234,8 +224,8 @@ _BY_DEVICE: Mapping[str, _Transport] = {
     "cuda": _Transport(_all_to_all, _all_to_all_split, _all_gather_split),
 }
 _BY_MIRROR: Mapping[str, _Transport] = {
-    "mirror": _Transport(_point_to_point, _host_all_to_all, _host_all_gather),
-    "mirror of gloo": _Transport(_point_to_point, _host_all_to_all, _host_all_gather_by_exchange),
+    "mirror": _Transport(_point_to_point, _all_to_all_split, _all_gather_split, has_streams=False),
+    "mirror of gloo": _Transport(_point_to_point, _all_to_all_split, _all_gather_by_exchange, has_streams=False),
 }
 """Transports of mirrors on the host, by name: they have no connections, whose number would limit that of ranks.
 

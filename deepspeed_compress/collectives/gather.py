@@ -7,8 +7,7 @@ without a residual.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -17,10 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import even_partition
-from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.collectives.messages import Messages, Piece, RankLayout, layouts_of_parts
+from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.messages import MessageLayout, Messages, make_layouts
+from deepspeed_compress.collectives.payload import Round
 from deepspeed_compress.collectives.reducer import LEVELS, MessageCounter, Run
-from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.codec import Part
 from deepspeed_compress.compression.compressors.base import random_key
 from deepspeed_compress.compression.kernels.arguments import Keys
 from deepspeed_compress.compression.segments import elements
@@ -33,15 +33,6 @@ _LEVEL = -1
 
 _SMALL_CHUNK, _ROUND_NUMEL = 1 << 20, 1 << 27
 """Elements of a rank that one message has at least, and those of all ranks in a round: their payloads take memory."""
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Messages in progress: those of all owners, one after another."""
-
-    layout: RankLayout
-    messages: Tensor
-    exchange: PendingExchange
 
 
 class DifferenceGather:
@@ -87,8 +78,7 @@ class DifferenceGather:
         self._numels = [sum(segment.numel for segment in part) for part in parts]
         # The largest share determines the number of rounds, because a rank sends its share.
         rounds = -(-max(self._numels) // self._chunk)
-        layouts = layouts_of_parts(messages, ordered, rounds)
-        self._layouts = [RankLayout(messages, layout, self._rank) for layout in layouts]
+        self._layouts = make_layouts(messages, ordered, self._rank, rounds)
 
     @property
     def numel(self) -> int:
@@ -110,7 +100,7 @@ class DifferenceGather:
         return {
             segment.parameter: number
             for number, layout in enumerate(self._layouts)
-            for pieces in layout.layout.pieces
+            for pieces in layout.owners
             for piece in pieces
             for segment in piece.segments
         }
@@ -127,7 +117,7 @@ class DifferenceGather:
             held: the flat buffer, updated in place. This rank's own part must also equal that of the other ranks.
             master: flat master weights of `own(held)`, of any floating dtype and on any device; not changed.
         """
-        in_flight: deque[_Round] = deque()
+        in_flight: deque[Round] = deque()
         for layout in self._layouts:
             in_flight.append(self._send(held, master, layout))
             if len(in_flight) > 1:
@@ -160,60 +150,47 @@ class DifferenceGather:
         for begin in range(0, max(self._numels), self._chunk):
             pieces = [part[begin : begin + self._chunk].view(torch.uint8) for part in parts]
             messages, sizes = torch.cat(pieces), [piece.numel() for piece in pieces]
-            with self._sending(sizes[self._rank], held.device):
-                exchange = Link(self.group).all_gather_split(messages, sizes, LEVELS - 1)
-            self._wait(exchange, held.device)
+            with self.run.sending("bytes_weights", sizes[self._rank] * (len(sizes) - 1), held.device):
+                Link(self.group).all_gather_split(messages, sizes, LEVELS - 1).finish()
             for piece, message in zip(pieces, torch.split(messages, sizes), strict=True):
                 piece.copy_(message)
 
-    def _send(self, held: Tensor, master: Tensor, layout: RankLayout, first_tag: int = 0) -> _Round:
+    def _send(self, held: Tensor, master: Tensor, layout: MessageLayout, first_tag: int = 0) -> Round:
         """Encode this rank's message of a round and start the exchange."""
         number, meter, run = self._counter.next(), self.run.meter, self.run
-        sizes = layout.layout.sizes
+        sizes = layout.sizes
         messages = held.new_empty(sum(sizes), dtype=torch.uint8)
         mine, keys = messages[layout.place], Keys(random_key(run.seed, run.clock.step, _LEVEL, number), self._rank)
         with meter.phase("compress", held.device):
             for piece in layout.pieces:
-                difference = self._target(held, master, piece) - _base(held, piece)
-                out, key = mine[piece.begin : piece.end], keys.of(self._rank, piece.channel)
-                self._codec(piece).encode(difference, piece.segments, out, key)
+                codec, key = self.messages.channels[piece.channel].codec, keys.of(self._rank, piece.channel)
+                difference = self._difference(held, master, piece)
+                codec.encode(difference, piece.segments, mine[piece.begin : piece.end], key)
         exact = layout.numel * held.itemsize
         meter.count("bytes_weights_saved", (exact - layout.size) * (len(sizes) - 1))
-        with self._sending(layout.size, held.device):
+        with run.sending("bytes_weights", layout.size * (len(sizes) - 1), held.device):
             tag = (first_tag + number) * LEVELS + LEVELS - 1
-            return _Round(layout, messages, Link(self.group).all_gather_split(messages, sizes, tag))
+            exchange = Link(self.group).all_gather_split(messages, sizes, tag)
+        return Round(layout, number, messages, messages, exchange)
 
-    def _codec(self, piece: Piece) -> Codec:
-        return self.messages.channels[piece.channel].codec
-
-    def _target(self, held: Tensor, master: Tensor, piece: Piece) -> Tensor:
-        """Return the target weights of `piece`: flat fp32 on the device of `held`, possibly a view of `master`."""
+    def _difference(self, held: Tensor, master: Tensor, piece: Part) -> Tensor:
+        """Return what the message of `piece` holds: flat fp32 on the device of `held`, possibly a view of `master`."""
         first = sum(self._numels[: self._rank])
         segments = [replace(segment, offset=segment.offset - first) for segment in piece.segments]
         target = elements(master, segments).to(held.device)
-        return target.to(held.dtype).to(torch.float32) if piece.channel == EXACT else target
+        if piece.channel == EXACT:
+            return target.to(held.dtype).to(torch.float32)
+        return target - elements(held, piece.segments)
 
-    @contextmanager
-    def _sending(self, size: int, device: torch.device) -> Iterator[None]:
-        """Count the bytes of the message that the block sends to all others, after waiting for the rate limit."""
-        total = size * (self.group.size() - 1)
-        self.run.meter.count("bytes_weights", total)
-        with self.run.meter.phase("communicate", device):
-            self.run.wait_to_send(total)
-            yield
-
-    def _wait(self, exchange: PendingExchange, device: torch.device) -> None:
-        with self.run.meter.phase("communicate", device):
-            exchange.finish()
-
-    def take(self, held: Tensor, sent: _Round) -> None:
+    def take(self, held: Tensor, sent: Round) -> None:
         """Wait for the messages of a round and add them to the weights."""
-        self._wait(sent.exchange, held.device)
+        with self.run.meter.phase("communicate", held.device):
+            sent.exchange.finish()
         with self.run.meter.phase("decompress", held.device):
             for index, batch in (*sent.layout.gathered_own, *sent.layout.gathered):
                 codec, is_exact = self.messages.channels[index].codec, index == EXACT
                 x, at = batch.place(held) if is_exact else batch.read(held, flat=not codec.is_plain)
-                codec.decode_all(sent.messages, batch, x, at, add=not is_exact)
+                codec.decode_all(sent.incoming, batch, x, at, add=not is_exact)
                 if x is not held:
                     batch.scatter(x, held)
 
@@ -224,7 +201,7 @@ class PendingWeights:
 
     source: DifferenceGather
     held: Tensor
-    rounds: deque[_Round]
+    rounds: deque[Round]
     """Rounds that have not been waited for."""
 
     @torch.no_grad()
@@ -236,10 +213,3 @@ class PendingWeights:
     def finish(self) -> None:
         """Block until all rounds are added to the weights."""
         self.wait_for(self.source.rounds)
-
-
-def _base(held: Tensor, piece: Piece) -> Tensor:
-    """Return the values that the message of `piece` is a difference to: flat fp32, possibly a view of `held`."""
-    if piece.channel == EXACT:
-        return torch.zeros(piece.numel, dtype=torch.float32, device=held.device)
-    return elements(held, piece.segments)

@@ -40,14 +40,6 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         return self.rows, self.columns
 
-    @property
-    def p_shape(self) -> tuple[int, int]:
-        return self.rank, self.rows
-
-    @property
-    def q_shape(self) -> tuple[int, int]:
-        return self.rank, self.columns
-
 
 @dataclass(frozen=True)
 class LowRank:
@@ -79,20 +71,15 @@ def find_matrices(partition: Partition, low_rank: LowRank) -> tuple[Matrix, ...]
     the bucket with all their elements. The rank is capped at the smaller side.
     """
     found = []
-    for whole in _runs(partition):
-        shape = low_rank.shapes.get(whole.parameter, ())
-        if (whole.begin, whole.numel) == (0, math.prod(shape)) and low_rank.saves(whole.parameter):
+    for name, group in groupby(partition.segments, key=lambda segment: segment.parameter):
+        # The segments of a parameter may have different owners.
+        run, shape = list(group), low_rank.shapes.get(name, ())
+        whole = replace(run[0], numel=sum(segment.numel for segment in run))
+        adjoin = all(after.begin == before.begin + before.numel for before, after in pairwise(run))
+        if adjoin and (whole.begin, whole.numel) == (0, math.prod(shape)) and low_rank.saves(name):
             rows, columns = shape[0], math.prod(shape[1:])
             found.append(Matrix(whole, rows, columns, min(low_rank.rank, rows, columns)))
     return tuple(sorted(found, key=lambda matrix: matrix.shape))
-
-
-def _runs(partition: Partition) -> Iterator[Segment]:
-    """Yield the adjoining segments of each parameter as one, even if owners differ; skip parameters with gaps."""
-    for _, group in groupby(partition.segments, key=lambda segment: segment.parameter):
-        run = list(group)
-        if all(after.begin == before.begin + before.numel for before, after in pairwise(run)):
-            yield replace(run[0], numel=sum(segment.numel for segment in run))
 
 
 @dataclass(frozen=True)
@@ -113,11 +100,11 @@ class Stack:
 
     @property
     def p_shape(self) -> Shape:
-        return len(self.matrices), *self.matrices[0].p_shape
+        return len(self.matrices), self.matrices[0].rank, self.matrices[0].rows
 
     @property
     def q_shape(self) -> Shape:
-        return len(self.matrices), *self.matrices[0].q_shape
+        return len(self.matrices), self.matrices[0].rank, self.matrices[0].columns
 
     def inside(self, segments: Sequence[Segment]) -> list[Segment]:
         """Return `segments` of these matrices, at their offsets in the flat elements of the stack."""
@@ -141,32 +128,31 @@ class LowRankLayout:
     """The whole Q of each matrix, under the name of the parameter."""
 
 
-def make_low_rank_layout(partition: Partition, matrices: Sequence[Matrix], rank: int) -> LowRankLayout:
-    """Return the layout of a bucket for data-parallel rank `rank`, given the `matrices` from `find_matrices`."""
+def make_low_rank_layout(low_rank: LowRank, rank: int, partition: Partition) -> LowRankLayout:
+    """Return the layout of a bucket for data-parallel rank `rank`."""
+    matrices = find_matrices(partition, low_rank)
     names = {matrix.name for matrix in matrices}
     others, rest = select(partition, lambda segment: segment.parameter not in names)
     own = [segment for segment in partition.owned_by(rank) if segment.parameter in names]
     return LowRankLayout(
-        stacks=tuple(_make_stack(group, own) for group in _groups(matrices)),
+        stacks=tuple(_stacks(matrices, own)),
         others=others,
         rest=rest,
-        p=even_partition([(f"{m.name}.P", math.prod(m.p_shape)) for m in matrices], partition.world_size),
-        q=even_partition([(f"{m.name}.Q", math.prod(m.q_shape)) for m in matrices], partition.world_size),
-        warm=even_partition([(m.name, math.prod(m.q_shape)) for m in matrices], 1).segments,
+        p=even_partition([(f"{m.name}.P", m.rank * m.rows) for m in matrices], partition.world_size),
+        q=even_partition([(f"{m.name}.Q", m.rank * m.columns) for m in matrices], partition.world_size),
+        warm=even_partition([(m.name, m.rank * m.columns) for m in matrices], 1).segments,
     )
 
 
-def _groups(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """Yield groups of consecutive `matrices` of equal shape, each as large as a stack may be."""
+def _stacks(matrices: Sequence[Matrix], own: Sequence[Segment]) -> Iterator[Stack]:
+    """Yield stacks of consecutive `matrices` of equal shape, as large as a stack may be, with this rank's segments."""
     for _, alike in groupby(matrices, key=lambda matrix: matrix.shape):
         found = list(alike)
         count = max(1, STACK_NUMEL // found[0].whole.numel)
-        yield from (found[first : first + count] for first in range(0, len(found), count))
-
-
-def _make_stack(matrices: Sequence[Matrix], own: Sequence[Segment]) -> Stack:
-    names = {matrix.name for matrix in matrices}
-    return Stack(tuple(matrices), tuple(segment for segment in own if segment.parameter in names))
+        for first in range(0, len(found), count):
+            chosen = tuple(found[first : first + count])
+            names = {matrix.name for matrix in chosen}
+            yield Stack(chosen, tuple(segment for segment in own if segment.parameter in names))
 
 
 def split(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:

@@ -1,11 +1,11 @@
 """The settings of a step that both ends of a message share, and the layout of the message to each owner."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from deepspeed_compress.collectives.buckets import Partition, cut
+from deepspeed_compress.collectives.buckets import cut
 from deepspeed_compress.compression.codec import Batch, Codec, Part
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
 from deepspeed_compress.compression.segments import Segment
@@ -45,61 +45,38 @@ class Messages:
     level: int = 0
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Segments of one owner that one channel encodes as a single vector of `numel` elements.
+@dataclass(frozen=True, eq=False)
+class MessageLayout:
+    """The layout of the messages of all owners, as `rank` uses it, with the batches that it encodes and decodes.
+
+    Channels that are equal share a batch.
 
     Attributes:
-        channel: index of the channel.
-        segments: the segments.
-        numel: number of elements.
-        begin: first byte within the owner's message.
-        end: end of its bytes within the owner's message, exclusive.
-        first: index of its first element among the owner's elements, in message order.
-    """
-
-    channel: int
-    segments: tuple[Segment, ...]
-    numel: int
-    begin: int
-    end: int
-    first: int
-
-
-@dataclass(frozen=True)
-class MessageLayout:
-    """The parts of each owner's message, the size of the message in bytes, and its number of elements."""
-
-    pieces: tuple[tuple[Piece, ...], ...]
-    sizes: tuple[int, ...]
-    numels: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class RankLayout:
-    """A message layout as `rank` uses it, with the batches that it encodes and decodes.
-
-    Channels that are equal share a batch. Batches have numbers of channels, which stand for all that are equal.
+        messages: the messages.
+        rank: the rank.
+        owners: pieces of the message of each owner's elements.
+        sizes: number of bytes of each of these messages.
     """
 
     messages: Messages
-    layout: MessageLayout
     rank: int
+    owners: tuple[tuple[Part, ...], ...]
+    sizes: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Return the number of bytes of the message of the elements that this rank owns."""
-        return self.layout.sizes[self.rank]
+        return self.sizes[self.rank]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Return the number of elements that this rank owns."""
-        return self.layout.numels[self.rank]
+        return sum(piece.numel for piece in self.pieces)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[Part, ...]:
         """Return the pieces of the message of the elements that this rank owns."""
-        return self.layout.pieces[self.rank]
+        return self.owners[self.rank]
 
     @cached_property
     def own(self) -> tuple[Segment, ...]:
@@ -109,83 +86,67 @@ class RankLayout:
     @cached_property
     def outgoing_sizes(self) -> list[int]:
         """Return the sizes of the messages to all owners, of which this rank has none to itself."""
-        return [size if owner != self.rank else 0 for owner, size in enumerate(self.layout.sizes)]
+        return [size if owner != self.rank else 0 for owner, size in enumerate(self.sizes)]
 
     @cached_property
     def incoming_sizes(self) -> list[int]:
         """Return the sizes of the messages of all ranks about the elements that this rank owns."""
-        return [self.size if source != self.rank else 0 for source in range(len(self.layout.sizes))]
+        return [self.size if source != self.rank else 0 for source in range(len(self.sizes))]
 
     @cached_property
     def outgoing(self) -> tuple[tuple[int, Batch], ...]:
         """Return (channel, batch) of the messages to other owners, which follow one another."""
-        return self._batches(self._others, self.outgoing_sizes)
+        return self._batches(self.outgoing_sizes)
 
     @cached_property
     def gathered(self) -> tuple[tuple[int, Batch], ...]:
         """Return (channel, batch) of the messages of other owners among those of all owners."""
-        return self._batches(self._others, self.layout.sizes)
+        return self._batches(self.sizes)
 
     @cached_property
     def gathered_own(self) -> tuple[tuple[int, Batch], ...]:
         """Return (channel, batch) of this rank's message among those of all owners."""
-        return self._batches([self.rank], self.layout.sizes)
+        return self._batches(self.sizes, own=True)
 
     @cached_property
     def place(self) -> slice:
         """Return the place of this rank's message among those of all owners."""
-        begin = sum(self.layout.sizes[: self.rank])
+        begin = sum(self.sizes[: self.rank])
         return slice(begin, begin + self.size)
 
-    @property
-    def _others(self) -> list[int]:
-        return [owner for owner in range(len(self.layout.sizes)) if owner != self.rank]
+    def _batches(self, sizes: Sequence[int], own: bool = False) -> tuple[tuple[int, Batch], ...]:
+        """Return (channel, batch) of the message of this rank if `own`, else of all others, in a buffer of `sizes`.
 
-    def _batches(self, owners: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, Batch], ...]:
-        begins, first_equal = list(accumulate(sizes, initial=0)), _first_equal(self.messages.channels)
-        parts: dict[int, list[Part]] = {}
-        for owner in owners:
-            for piece in self.layout.pieces[owner]:
-                begin, end = begins[owner] + piece.begin, begins[owner] + piece.end
-                part = Part(piece.segments, piece.numel, begin, end, owner, piece.channel)
-                parts.setdefault(first_equal[piece.channel], []).append(part)
-        channels = self.messages.channels
+        A batch has the number of the first of its equal channels. Channel 0 equals no other.
+        """
+        known: dict[tuple[Channel, bool], int] = {}
+        channels, parts = self.messages.channels, dict[int, list[Part]]()
+        first_equal = [known.setdefault((channel, index == 0), index) for index, channel in enumerate(channels)]
+        for pieces, start in zip(self.owners, accumulate(sizes, initial=0), strict=False):
+            for piece in pieces:
+                if (piece.owner == self.rank) == own:
+                    moved = replace(piece, begin=start + piece.begin, end=start + piece.end)
+                    parts.setdefault(first_equal[piece.channel], []).append(moved)
         return tuple((index, Batch(found, channels[index].codec.alignment)) for index, found in sorted(parts.items()))
 
 
-def _first_equal(channels: Sequence[Channel]) -> list[int]:
-    """Return the index of the first equal channel of each of `channels`. Channel 0 equals no other."""
-    known: dict[tuple[Channel, bool], int] = {}
-    return [known.setdefault((channel, index == 0), index) for index, channel in enumerate(channels)]
-
-
-def make_layouts(messages: Messages, partition: Partition, rounds: int = 1) -> tuple[MessageLayout, ...]:
-    """Return the message layouts for `partition`, in `rounds` of near-equal size.
-
-    The function is pure, so the result is equal on every rank.
-    """
-    return layouts_of_parts(messages, [partition.owned_by(rank) for rank in range(partition.world_size)], rounds)
-
-
-def layouts_of_parts(
-    messages: Messages, parts: Sequence[Sequence[Segment]], rounds: int = 1
+def make_layouts(
+    messages: Messages, parts: Sequence[Sequence[Segment]], rank: int, rounds: int = 1
 ) -> tuple[MessageLayout, ...]:
-    """Return the message layouts for the segments of each owner, which are sent in the given order."""
-    cuts = [cut(part, rounds) for part in parts]
-    return tuple(_layout(messages, owned) for owned in zip(*cuts, strict=True))
+    """Return the message layouts for the segments of each owner, sent in their order, in `rounds` of near-equal size.
+
+    The function is pure, so all ranks have the same pieces and sizes.
+    """
+    layouts = []
+    for owned in zip(*(cut(part, rounds) for part in parts), strict=True):
+        owners = tuple(_pieces(messages, owner, segments) for owner, segments in enumerate(owned))
+        sizes = tuple(pieces[-1].end if pieces else 0 for pieces in owners)
+        layouts.append(MessageLayout(messages, rank, owners, sizes))
+    return tuple(layouts)
 
 
-def _layout(messages: Messages, owned: Sequence[Sequence[Segment]]) -> MessageLayout:
-    owners = [_pieces(messages, segments) for segments in owned]
-    return MessageLayout(
-        pieces=tuple(owners),
-        sizes=tuple(pieces[-1].end if pieces else 0 for pieces in owners),
-        numels=tuple(sum(piece.numel for piece in pieces) for pieces in owners),
-    )
-
-
-def _pieces(messages: Messages, segments: Sequence[Segment]) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _pieces(messages: Messages, owner: int, segments: Sequence[Segment]) -> tuple[Part, ...]:
+    pieces: list[Part] = []
     begin = first = 0
     for index, channel in enumerate(messages.channels):
         chosen = tuple(one for one in segments if messages.channel_of.get(one.parameter, 0) == index)
@@ -193,51 +154,50 @@ def _pieces(messages: Messages, segments: Sequence[Segment]) -> tuple[Piece, ...
             continue
         numel = sum(segment.numel for segment in chosen)
         end = begin + channel.codec.compressor.payload_bytes(numel)
-        pieces.append(Piece(index, chosen, numel, begin, end, first))
+        pieces.append(Part(chosen, numel, begin, end, owner, index, first))
         begin, first = end, first + numel
     return tuple(pieces)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Messages that `rank` sends to reduce a bucket.
+    """Messages that a rank sends to reduce a bucket.
 
     It sends a part to every other owner and, if `everywhere`, its means to all of them.
     """
 
-    messages: Messages
     layouts: tuple[MessageLayout, ...]
-    rank: int
     everywhere: bool
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return self.layouts[0].messages.channels
 
     @property
     def bytes(self) -> int:
         """Return the number of bytes that leave the rank."""
-        return self._length([channel for channel, _ in enumerate(self.messages.channels)])
+        return self._length(range(len(self.channels)))
 
     @property
     def uncompressed_bytes(self) -> int:
         """Return the number of bytes that leave the rank uncompressed."""
-        return self._length([index for index, channel in enumerate(self.messages.channels) if channel.uncompressed])
+        return self._length([index for index, channel in enumerate(self.channels) if channel.uncompressed])
 
     def _length(self, channels: Sequence[int]) -> int:
-        others = len(self.layouts[0].pieces) - 1
+        rank, others = self.layouts[0].rank, len(self.layouts[0].owners) - 1
         return sum(
-            (piece.end - piece.begin) * (others * self.everywhere if owner == self.rank else 1)
-            for owner, piece in self._pieces()
+            (piece.end - piece.begin) * (others * self.everywhere if piece.owner == rank else 1)
+            for piece in self._pieces()
             if piece.channel in channels
         )
 
     def uncompressed_names(self) -> set[str]:
         """Return the names of the uncompressed parameters."""
-        pieces = (piece for _, piece in self._pieces() if self.messages.channels[piece.channel].uncompressed)
+        pieces = (piece for piece in self._pieces() if self.channels[piece.channel].uncompressed)
         return {segment.parameter for piece in pieces for segment in piece.segments}
 
     def names(self) -> set[str]:
-        return {segment.parameter for _, piece in self._pieces() for segment in piece.segments}
+        return {segment.parameter for piece in self._pieces() for segment in piece.segments}
 
-    def _pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Yield (owner, piece) pairs."""
-        for layout in self.layouts:
-            for owner, pieces in enumerate(layout.pieces):
-                yield from ((owner, piece) for piece in pieces)
+    def _pieces(self) -> Iterator[Part]:
+        return (piece for layout in self.layouts for pieces in layout.owners for piece in pieces)

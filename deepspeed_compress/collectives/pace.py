@@ -48,19 +48,12 @@ def make_pace(settings: Communication, group: ProcessGroup | None = None) -> Pac
     """
     if settings.max_rate is None:
         return None
-    return Pace(bit_rate(settings.max_rate) / 8 / _processes_of_host(group))
+    host = socket.gethostname()
+    processes = launched_ranks_of_host() or gather_objects(host, group).count(host)
+    return Pace(bit_rate(settings.max_rate) / 8 / processes)
 
 
 def launched_ranks_of_host() -> int | None:
     """Return the number of ranks on this host, from the variables of torchrun or the deepspeed launcher, or None."""
     given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(given) if given else None
-
-
-def _processes_of_host(group: ProcessGroup | None) -> int:
-    """Return the number of processes on this host, from the launcher's environment or by comparing host names."""
-    launched = launched_ranks_of_host()
-    if launched is not None:
-        return launched
-    names = gather_objects(socket.gethostname(), group)
-    return names.count(socket.gethostname())

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.collectives.messages import Channel, Messages, Piece, RankLayout
+from deepspeed_compress.collectives.messages import Channel, MessageLayout, Messages
 from deepspeed_compress.collectives.reducer import Run
-from deepspeed_compress.compression.codec import Batch
+from deepspeed_compress.compression.codec import Batch, Part
 from deepspeed_compress.compression.compressors.base import random_key
 from deepspeed_compress.compression.kernels.arguments import Keys
 from deepspeed_compress.compression.segments import Segment
@@ -30,7 +30,7 @@ class Packer:
     rank: int
     sender: int
 
-    def pack(self, bucket: Tensor, layout: RankLayout, number: int) -> Tensor:
+    def pack(self, bucket: Tensor, layout: MessageLayout, number: int) -> Tensor:
         """Return the messages of this rank's values of the elements of all other owners, one after another: uint8."""
         out, keys = new_message(bucket.device, sum(layout.outgoing_sizes)), self._keys(number, self.sender)
         for index, batch in layout.outgoing:
@@ -40,7 +40,7 @@ class Packer:
             channel.feedback.encode_all(x, at, batch, out, keys, channel.codec)
         return out
 
-    def pack_owned(self, total: Tensor, layout: RankLayout, number: int, in_basis: bool, out: Tensor) -> None:
+    def pack_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool, out: Tensor) -> None:
         """Write the message of the elements that this rank owns to `out`: uint8 [layout.size].
 
         `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
@@ -65,7 +65,7 @@ class Packer:
                 batch.scatter(x, bucket)
 
     def sum(
-        self, local: Tensor, payloads: Tensor, layout: RankLayout, number: int, scale: float, deliver: bool
+        self, local: Tensor, payloads: Tensor, layout: MessageLayout, number: int, scale: float, deliver: bool
     ) -> None:
         """Overwrite `local` by `scale` times the sum of this rank's elements, fp32.
 
@@ -78,32 +78,18 @@ class Packer:
             deliver: compute elements for the optimizer; otherwise, compute coefficients for `pack_owned`.
         """
         for piece in layout.pieces:
-            own, parts, channel = _part(local, piece), payloads[:, piece.begin : piece.end], self._channel(piece)
+            own, channel = _part(local, piece), self._channel(piece)
+            exact, encoded = self._own_part(own, payloads[:, piece.begin : piece.end], piece, number)
+            total, codec = own if exact is None else exact.mul_(scale), channel.codec
             if deliver:
-                total = self._sum_elements(own, parts, piece, number, scale)
+                codec.decode(encoded, piece.segments, total, scale, add=exact is not None)
                 own.copy_(self._delivered(total, channel, piece.segments))
             else:
-                own.copy_(self._sum_coefficients(own, parts, piece, number, scale))
+                total = own.zero_() if exact is None else codec.coefficients(total, piece.segments)
+                codec.add_coefficients(encoded, total, scale)
+                own.copy_(total)
 
-    def _sum_elements(self, own: Tensor, parts: Tensor, piece: Piece, number: int, scale: float) -> Tensor:
-        """Return `scale` times the sum of `own`, which is overwritten, and the `parts` of the other ranks."""
-        codec = self._channel(piece).codec
-        exact, encoded = self._own_part(own, parts, piece, number)
-        total = own if exact is None else exact.mul_(scale)
-        codec.decode(encoded, piece.segments, total, scale, add=exact is not None)
-        return total
-
-    def _sum_coefficients(self, own: Tensor, parts: Tensor, piece: Piece, number: int, scale: float) -> Tensor:
-        """Return the coefficients of the sum that `_sum_elements` describes."""
-        codec = self._channel(piece).codec
-        exact, encoded = self._own_part(own, parts, piece, number)
-        total = own.zero_() if exact is None else codec.coefficients(exact.mul_(scale), piece.segments)
-        codec.add_coefficients(encoded, total, scale)
-        return total
-
-    def _own_part(
-        self, own: Tensor, parts: Tensor, piece: Piece, number: int
-    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+    def _own_part(self, own: Tensor, parts: Tensor, piece: Part, number: int) -> tuple[Tensor | None, Sequence[Tensor]]:
         """Return this rank's exact contribution to a part, and the messages to add to it.
 
         If this rank contributes nothing exactly, the first value is None and its own encoded message comes first.
@@ -117,7 +103,7 @@ class Packer:
         channel.feedback.encode(channel.codec.coefficients(own, segments), segments, mine, key, channel.codec)
         return None, [mine, parts]
 
-    def _channel(self, piece: Piece) -> Channel:
+    def _channel(self, piece: Part) -> Channel:
         return self.messages.channels[piece.channel]
 
     def _keys(self, number: int, sender: int) -> Keys:
@@ -134,5 +120,5 @@ def new_message(device: torch.device, size: int = 0) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _part(flat: Tensor, piece: Piece) -> Tensor:
+def _part(flat: Tensor, piece: Part) -> Tensor:
     return flat[piece.first : piece.first + piece.numel]

@@ -4,8 +4,7 @@ The order of the code follows a bucket to the wire: `start_reduce_scatter` -> `_
 channel's feedback and codec -> `Link.start`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -15,19 +14,21 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
 from deepspeed_compress.collectives.exchange import Link, PendingExchange
-from deepspeed_compress.collectives.messages import Messages, RankLayout, Transfer, make_layouts
+from deepspeed_compress.collectives.messages import MessageLayout, Messages, Transfer, make_layouts
 from deepspeed_compress.collectives.packing import Packer, new_message
 from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, LEVELS, MessageCounter, Pending, Run, reduce_at_once
-from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
 
 
 @dataclass(frozen=True)
-class _Round:
-    """Messages of one layout in progress, whose tensors are kept alive. `number` is the message number."""
+class Round:
+    """Messages of one layout in progress, whose tensors are kept alive. `number` is the message number.
 
-    layout: RankLayout
+    If all ranks get the same messages, these are both `outgoing` and `incoming`, those of all owners one after another.
+    """
+
+    layout: MessageLayout
     number: int
     outgoing: Tensor
     incoming: Tensor
@@ -39,7 +40,7 @@ class _PendingSums:
     """Handle of a reduce-scatter (see `Pending`) that yields `scale` times the sums of `rounds`."""
 
     reducer: "PayloadReducer"
-    rounds: Sequence[_Round]
+    rounds: Sequence[Round]
     scale: float
 
     @property
@@ -62,7 +63,7 @@ class PendingGather:
 
     reducer: "PayloadReducer"
     bucket: Tensor
-    rounds: Sequence[_Round]
+    rounds: Sequence[Round]
 
     def wait(self) -> None:
         rounds, self.rounds = self.rounds, ()
@@ -82,9 +83,9 @@ class PendingMeans:
     reducer: "PayloadReducer"
     bucket: Tensor
     scale: float
-    parts: Sequence[_Round]
+    parts: Sequence[Round]
     numbers: Sequence[int]
-    means: list[_Round] = field(default_factory=list)
+    means: list[Round] = field(default_factory=list)
 
     def send_back(self) -> None:
         """Wait for the parts of the other ranks, and send the means that this rank owns to all ranks."""
@@ -123,10 +124,14 @@ class PayloadReducer:
         self.chunk_numel = chunk_numel
         self.traffic = traffic
         self._counter = MessageCounter(run.clock)
+        self._is_inside = messages.level == INSIDE_LEVEL
         self._rank: int = link.group.rank()
         self._packer = Packer(messages, run, self._rank, self._rank if link.sender is None else link.sender)
         # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
-        self._layouts = lru_cache(maxsize=LAYOUTS)(partial(_make_layouts, messages, chunk_numel, self._rank))
+        self.layouts: Callable[[Partition], tuple[MessageLayout, ...]] = lru_cache(maxsize=LAYOUTS)(
+            partial(_make_layouts, messages, chunk_numel, self._rank)
+        )
+        """Function that returns the message layouts for a partition, one per round."""
 
     @property
     def group(self) -> ProcessGroup:
@@ -142,10 +147,6 @@ class PayloadReducer:
         other = PayloadReducer(self.link, messages, self.run, self.chunk_numel, self.traffic)
         other._counter = self._counter
         return other
-
-    def layouts(self, partition: Partition) -> tuple[RankLayout, ...]:
-        """Return the message layouts for `partition`, one per round."""
-        return self._layouts(partition)
 
     def start_reduce_scatter(
         self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
@@ -167,25 +168,16 @@ class PayloadReducer:
         """Return `count` message numbers, from `first` on or, if that is None, the next ones."""
         return [self._counter.next() for _ in range(count)] if first is None else range(first, first + count)
 
-    def _send_parts(self, bucket: Tensor, layout: RankLayout, number: int) -> _Round:
+    def _send_parts(self, bucket: Tensor, layout: MessageLayout, number: int) -> Round:
         """Encode this rank's contribution to every other owner's elements and start the exchange."""
         with self.run.meter.phase("compress", bucket.device):
             outgoing = self._packer.pack(bucket, layout, number)
         incoming = new_message(bucket.device, sum(layout.incoming_sizes))
-        with self._sending(outgoing.numel(), bucket.device):
+        with self.run.sending(self.traffic, outgoing.numel(), bucket.device, self._is_inside):
             exchange = self.link.start_split(
                 outgoing, layout.outgoing_sizes, incoming, layout.incoming_sizes, self._tag(number)
             )
-        return _Round(layout, number, outgoing, incoming, exchange)
-
-    @contextmanager
-    def _sending(self, size: int, device: torch.device) -> Iterator[None]:
-        """Count the bytes that the block sends to other ranks, after waiting for the rate limit."""
-        self.run.meter.count(self.traffic, size)
-        with self.run.meter.phase("communicate", device):
-            if self.messages.level != INSIDE_LEVEL:
-                self.run.wait_to_send(size)
-            yield
+        return Round(layout, number, outgoing, incoming, exchange)
 
     def _tag(self, number: int) -> int:
         """Return the tag of message `number`. Messages of several reducers may be in progress in one group."""
@@ -247,39 +239,35 @@ class PayloadReducer:
         ]
         return PendingGather(self, bucket, rounds)
 
-    def send_owned(self, total: Tensor, layout: RankLayout, number: int, in_basis: bool) -> _Round:
+    def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> Round:
         """Start to send the elements that this rank owns to all ranks. For `total`, see `Packer.pack_owned`."""
-        sizes = layout.layout.sizes
+        sizes = layout.sizes
         incoming = new_message(total.device, sum(sizes))
         with self.run.meter.phase("compress", total.device):
             self._packer.pack_owned(total, layout, number, in_basis, incoming[layout.place])
-        with self._sending(layout.size * (len(sizes) - 1), total.device):
+        with self.run.sending(self.traffic, layout.size * (len(sizes) - 1), total.device, self._is_inside):
             exchange = self.link.all_gather_split(incoming, sizes, self._tag(number))
-        return _Round(layout, number, incoming, incoming, exchange)
+        return Round(layout, number, incoming, incoming, exchange)
 
-    def take(self, bucket: Tensor, sent: _Round) -> None:
+    def take(self, bucket: Tensor, sent: Round) -> None:
         """Wait for a round of an all-gather and write it into `bucket`."""
+        meter, layout = self.run.meter, sent.layout
         # This rank's own message is decoded while the others are on their way.
-        self._unpack(bucket, sent, sent.layout.gathered_own)
-        self._receive(sent, bucket.device)
-        self._unpack(bucket, sent, sent.layout.gathered)
+        with meter.phase("decompress", bucket.device):
+            self._packer.unpack(sent.incoming, layout.gathered_own, bucket)
+        with meter.phase("communicate", bucket.device):
+            sent.exchange.receive()
+        with meter.phase("decompress", bucket.device):
+            self._packer.unpack(sent.incoming, layout.gathered, bucket)
         sent.exchange.finish()
 
-    def _unpack(self, bucket: Tensor, sent: _Round, batches: Sequence[tuple[int, Batch]]) -> None:
-        with self.run.meter.phase("decompress", bucket.device):
-            self._packer.unpack(sent.incoming, batches, bucket)
-
-    def _receive(self, sent: _Round, device: torch.device) -> None:
-        """Wait until the messages of a round have arrived."""
-        with self.run.meter.phase("communicate", device):
-            sent.exchange.receive()
-
-    def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
+    def sum(self, local: Tensor, sent: Round, scale: float, deliver: bool) -> Tensor:
         """Wait for a round, and overwrite `local` by its sum (see `Packer.sum`), which is returned.
 
         Messages are added in the order of ranks.
         """
-        self._receive(sent, local.device)
+        with self.run.meter.phase("communicate", local.device):
+            sent.exchange.receive()
         payloads = sent.incoming.view(self.group.size() - 1, sent.layout.size)
         with self.run.meter.phase("decompress", local.device):
             self._packer.sum(local, payloads, sent.layout, sent.number, scale, deliver)
@@ -287,16 +275,15 @@ class PayloadReducer:
         return local
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
-        layouts = tuple(one.layout for one in self.layouts(partition))
-        return (Transfer(self.messages, layouts, self._rank, everywhere),)
+        return (Transfer(self.layouts(partition), everywhere),)
 
 
 def _make_layouts(
     messages: Messages, chunk_numel: int | None, rank: int, partition: Partition
-) -> tuple[RankLayout, ...]:
+) -> tuple[MessageLayout, ...]:
     rounds = -(-partition.numel // chunk_numel) if chunk_numel else 1
-    layouts = make_layouts(messages, partition, max(1, rounds))
-    return tuple(RankLayout(messages, layout, rank) for layout in layouts)
+    parts = [partition.owned_by(owner) for owner in range(partition.world_size)]
+    return make_layouts(messages, parts, rank, max(1, rounds))
 
 
 def _scale_alone(bucket: Tensor, scale: float) -> None:

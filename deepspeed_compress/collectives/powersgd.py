@@ -20,7 +20,6 @@ from deepspeed_compress.collectives.low_rank import (
     LowRankLayout,
     Stack,
     clean,
-    find_matrices,
     make_low_rank_layout,
     orthonormal,
     revived,
@@ -67,11 +66,10 @@ class PowerSGDReducer:
         """Random initial bases, by matrix. They are small, and bounded by the number of matrices of the model."""
         # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
         used = low_rank if others.group.size() > 1 else replace(low_rank, shapes={})
-        self._layout = lru_cache(maxsize=LAYOUTS)(partial(_make_layout, used, others.group.rank()))
-
-    def layout(self, partition: Partition) -> LowRankLayout:
-        """Return the division of a partition into stacks of matrices and the rest."""
-        return self._layout(partition)
+        self.layout: Callable[[Partition], LowRankLayout] = lru_cache(maxsize=LAYOUTS)(
+            partial(make_low_rank_layout, used, others.group.rank())
+        )
+        """Function that returns the division of a partition into stacks of matrices and the rest."""
 
     @property
     def group(self) -> ProcessGroup:
@@ -84,25 +82,30 @@ class PowerSGDReducer:
 
         `bucket`: flat fp32, bf16 or fp16 [partition.numel].
         """
-        layout = self.layout(partition)
-        if layout.rest.segments:
-            _reduce_rest(self.others.reduce_scatter, bucket, layout, scale)
-        if layout.stacks:
-            self._approximate(bucket, layout, scale, [stack.own for stack in layout.stacks])
+        self._reduce(bucket, partition, scale, everywhere=False)
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace all of `bucket` by `scale` times its sum over the ranks, with the same bits on every rank."""
-        layout = self.layout(partition)
-        if layout.rest.segments:
-            _reduce_rest(self.others.all_reduce, bucket, layout, scale)
-        if layout.stacks:
-            self._approximate(bucket, layout, scale, [stack.whole for stack in layout.stacks])
+        self._reduce(bucket, partition, scale, everywhere=True)
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         layout = self.layout(partition)
         factors = [self.factors.transfers(part, True) for part in (layout.p, layout.q) if part.segments]
         rest = self.others.transfers(layout.rest, everywhere)
         return tuple(one for found in (rest, *factors) for one in found)
+
+    def _reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
+        """Reduce the elements outside matrices, as a separate bucket, and approximate the matrices."""
+        layout, operation = self.layout(partition), self.others.all_reduce if everywhere else self.others.reduce_scatter
+        if layout.others and layout.stacks:
+            rest = gather(bucket, layout.others)
+            operation(rest, layout.rest, scale)
+            scatter(rest, layout.others, bucket)
+        elif layout.others:
+            operation(bucket, layout.rest, scale)
+        if layout.stacks:
+            wanted = [stack.whole if everywhere else stack.own for stack in layout.stacks]
+            self._approximate(bucket, layout, scale, wanted)
 
     def _approximate(
         self, bucket: Tensor, layout: LowRankLayout, scale: float, wanted: Sequence[Sequence[Segment]]
@@ -113,11 +116,8 @@ class PowerSGDReducer:
         residuals are added three times, stack by stack, which costs less than writing the sums once and reading them
         twice.
         """
-        meter, ranks = self.factors.run.meter, self.group.size()
-        stacks, p, q = (
-            layout.stacks,
-            *(bucket.new_empty(part.numel, dtype=torch.float32) for part in (layout.p, layout.q)),
-        )
+        meter, ranks, stacks = self.factors.run.meter, self.group.size(), layout.stacks
+        p, q = (bucket.new_empty(part.numel, dtype=torch.float32) for part in (layout.p, layout.q))
         p_parts, q_parts = split(p, [stack.p_shape for stack in stacks]), split(q, [stack.q_shape for stack in stacks])
         with meter.phase("compress", bucket.device):
             for stack, start, out in zip(stacks, self._start_bases(layout, bucket.device), p_parts, strict=True):
@@ -161,18 +161,11 @@ class PowerSGDReducer:
         """Return independent normal numbers that depend only on the seed and the parameter's name: fp32 [numel]."""
         if segment.parameter not in self._starts:
             key = random_key(self.factors.run.seed, zlib.crc32(segment.parameter.encode()))
-            self._starts[segment.parameter] = _normal(segment.numel, key, device)
+            first, second = for_device(device).uniform(2 * segment.numel, key, device).view(2, -1)
+            # The Box-Muller transform.
+            normal = torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
+            self._starts[segment.parameter] = normal
         return self._starts[segment.parameter]
-
-
-def _normal(numel: int, key: int, device: torch.device) -> Tensor:
-    """Return normal random numbers by the Box-Muller transform: fp32 [numel]."""
-    first, second = for_device(device).uniform(2 * numel, key, device).view(2, -1)
-    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
-
-
-def _make_layout(low_rank: LowRank, own: int, partition: Partition) -> LowRankLayout:
-    return make_low_rank_layout(partition, find_matrices(partition, low_rank), own)
 
 
 def _deliver(bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor, segments: Sequence[Segment]) -> None:
@@ -180,15 +173,3 @@ def _deliver(bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor, segmen
     if segments:
         values = torch.bmm(basis.mT, factor).view(-1)
         scatter(elements(values, stack.inside(segments)), segments, bucket)
-
-
-def _reduce_rest(
-    operation: Callable[[Tensor, Partition, float], None], bucket: Tensor, layout: LowRankLayout, scale: float
-) -> None:
-    """Apply `operation` to the elements outside matrices, as a separate bucket."""
-    if not layout.stacks:
-        operation(bucket, layout.rest, scale)
-        return
-    rest = gather(bucket, layout.others)
-    operation(rest, layout.rest, scale)
-    scatter(rest, layout.others, bucket)

@@ -48,17 +48,12 @@ def link_seconds(group: ProcessGroup, device: torch.device, sizes: Sequence[int]
     The bytes are divided equally among the other ranks, in both directions. Each value is the median of three, because
     traffic shapers let a first burst pass at once. Collective; waits for the GPU. Zeros for a group of one.
     """
-    return [statistics.median(_once(group, device, size) for _ in range(REPEATS)) for size in sizes]
-
-
-def _once(group: ProcessGroup, device: torch.device, size: int) -> float:
-    others = group.size() - 1
-    if not others:
-        return 0.0
-    outgoing, incoming = (
-        [torch.zeros(size // others, dtype=torch.uint8, device=device) for _ in range(group.size())] for _ in range(2)
-    )
-    return seconds_of(partial(exchange, group, outgoing, incoming), group, device)
+    seconds, others = [], group.size() - 1
+    for size in sizes if others else ():
+        messages = torch.zeros(2, group.size(), size // others, dtype=torch.uint8, device=device)
+        call = partial(exchange, group, *(list(one.unbind()) for one in messages))
+        seconds.append(statistics.median(seconds_of(call, group, device) for _ in range(REPEATS)))
+    return seconds or [0.0] * len(sizes)
 
 
 def seconds_of(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:

@@ -1,6 +1,7 @@
 """The interface of reducers, the state that all reducers of a run share, and the numbering of messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -146,6 +147,15 @@ class Run:
         """Block until a message of `size` bytes may leave this host."""
         if self.pace is not None:
             self.pace.wait(size)
+
+    @contextmanager
+    def sending(self, traffic: str, size: int, device: torch.device, inside: bool = False) -> Iterator[None]:
+        """Count the bytes that the block sends to other ranks. Outside of a node, wait for the rate limit first."""
+        self.meter.count(traffic, size)
+        with self.meter.phase("communicate", device):
+            if not inside:
+                self.wait_to_send(size)
+            yield
 
 
 @dataclass

@@ -125,20 +125,8 @@ class Reductions:
     def __init__(self, context: ReductionContext, channels_of: ChannelsOf | None = None) -> None:
         self.context = context
         # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
-        self._channels_of = channels_of or lru_cache(maxsize=SETTINGS)(partial(find_channels, context.parameters))
-        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context, self._channels_of))
-
-    def over(self, groups: Groups, owner: str, seed: int) -> "Reductions":
-        """Return the reductions of parameters of the same model that are averaged over other `groups`.
-
-        Args:
-            groups: the ranks that have these parameters.
-            owner: name of these parameters, under which their residuals are kept (see `ResidualStores`).
-            seed: seed of their random numbers.
-        """
-        context = self.context
-        other = replace(context, groups=groups, stores=context.stores.of(owner), run=replace(context.run, seed=seed))
-        return Reductions(other, self._channels_of)
+        self.channels_of = channels_of or lru_cache(maxsize=SETTINGS)(partial(find_channels, context.parameters))
+        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, context, self.channels_of))
 
     def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
         """Return the reducers for `settings` in optimizer step `step` (0-based)."""
@@ -239,9 +227,14 @@ class _ReducerBuilder:
         yield from self._override_channels()
 
     def _override_channels(self) -> Iterator[Channel]:
+        kept = self.settings.residuals
         for override, codec in zip(overrides_with_channel(self.settings), self.codecs.overrides, strict=True):
             feedback, back = (self._feedback(override, name) for name in ("gradients", "means"))
-            yield self._channel(codec, feedback, back, self._spread(override))
+            spread = None
+            if override.spread and kept is not None:
+                store = self.context.stores.get("spread", kept.dtype, kept.on_host)
+                spread = SpreadSum(store, override.every)
+            yield self._channel(codec, feedback, back, spread)
 
     def _channel(self, codec: Codec, feedback: Feedback, back: Feedback, spread: SpreadSum | None = None) -> Channel:
         """Return a channel, marked as uncompressed if its codec keeps the gradient dtype (`bf16` under bf16)."""
@@ -254,12 +247,6 @@ class _ReducerBuilder:
             # qsgd is unbiased, and too noisy for the error feedback of another method.
             return NoFeedback()
         return self.settings.residual_feedback(self.context.stores, name)
-
-    def _spread(self, override: Override) -> SpreadSum | None:
-        kept = self.settings.residuals
-        if not override.spread or kept is None:
-            return None
-        return SpreadSum(self.context.stores.get("spread", kept.dtype, kept.on_host), override.every)
 
     def _inside(self) -> Messages:
         """Return the messages inside a node.
@@ -338,12 +325,13 @@ class GroupedReductions:
     """
 
     def __init__(self, context: ReductionContext, separate: Sequence[SeparateParameters] = ()) -> None:
-        main = Reductions(context)
-        # Messages of different groups have equal numbers, so their random numbers need different seeds.
-        seeds = range(context.run.seed + 1, context.run.seed + 1 + len(separate))
-        others = [main.over(one.groups, one.owner, seed) for one, seed in zip(separate, seeds, strict=True)]
         self.context = context
-        self._every = (main, *others)
+        self._every = [Reductions(context)]
+        for seed, one in enumerate(separate, context.run.seed + 1):
+            # Messages of different groups have equal numbers, so their random numbers need different seeds.
+            run, stores = replace(context.run, seed=seed), context.stores.of(one.owner)
+            other = replace(context, groups=one.groups, stores=stores, run=run)
+            self._every.append(Reductions(other, self._every[0].channels_of))
         self._places = {name: index for index, one in enumerate(separate, 1) for name in one.names}
 
     @property

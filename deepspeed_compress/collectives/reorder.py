@@ -1,34 +1,15 @@
 """Reordering of the parameters of a flat buffer that is sharded into equal parts, one per rank."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.exchange import exchange
 
-
-@dataclass(frozen=True)
-class _Place:
-    """A position in the flat buffer: the rank that holds it, and the offset in this rank's part."""
-
-    rank: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Move:
-    """A run of `numel` elements that is contiguous and within one part both before and afterwards."""
-
-    source: _Place
-    target: _Place
-    numel: int
-
-    @property
-    def back(self) -> "_Move":
-        return _Move(self.target, self.source, self.numel)
+_Move = tuple[int, int, int]
+"""A run of elements that is within one part in either order: its places in the flat buffer in each, and its length."""
 
 
 class Reordering:
@@ -48,7 +29,6 @@ class Reordering:
         self._group = group
         self._share = share
         self._moves = tuple(_moves(before, after, share))
-        self._back = tuple(move.back for move in self._moves)
 
     def forward(self, part: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part after the reordering, as a new tensor like `part`.
@@ -61,36 +41,26 @@ class Reordering:
 
     def backward(self, part: Tensor, device: torch.device) -> Tensor:
         """Invert `forward`."""
-        return self._moved(part, self._back, device)
+        return self._moved(part, [(target, source, numel) for source, target, numel in self._moves], device)
 
     def _moved(self, part: Tensor, moves: Sequence[_Move], device: torch.device) -> Tensor:
         assert part.shape == (self._share,), f"a part has {self._share} elements, this one is {tuple(part.shape)}"
-        rank, peers, given = self._group.rank(), range(self._group.size()), part.to(device)
-        leaving = [[move for move in moves if move.source.rank == rank and move.target.rank == peer] for peer in peers]
-        arriving = [[move for move in moves if move.target.rank == rank and move.source.rank == peer] for peer in peers]
-        outgoing = [_gather(given, leaving[peer]) for peer in peers]
-        incoming = [given.new_empty(sum(move.numel for move in arriving[peer])) for peer in peers]
-        exchange = Link(self._group).start(_bytes(outgoing), _bytes(incoming), 0)
-        exchange.finish()
+        rank, share, given = self._group.rank(), self._share, part.to(device)
+        result, nothing = torch.zeros_like(given), given.new_empty(0)
+        leaving, arriving = ([[nothing] for _ in range(self._group.size())] for _ in range(2))
+        for source, target, numel in moves:
+            if source // share == rank:
+                leaving[target // share].append(given.narrow(0, source % share, numel))
+            if target // share == rank:
+                arriving[source // share].append(result.narrow(0, target % share, numel))
+        outgoing = [torch.cat(pieces) for pieces in leaving]
+        incoming = [given.new_empty(sum(piece.numel() for piece in pieces)) for pieces in arriving]
+        exchange(self._group, [one.view(torch.uint8) for one in outgoing], [one.view(torch.uint8) for one in incoming])
         incoming[rank] = outgoing[rank]
-        result = torch.zeros_like(given)
-        for peer in peers:
-            _scatter(incoming[peer], arriving[peer], result)
+        for values, pieces in zip(incoming, arriving, strict=True):
+            for piece, value in zip(pieces, torch.split(values, [one.numel() for one in pieces]), strict=True):
+                piece.copy_(value)
         return result.to(part.device)
-
-
-def _gather(part: Tensor, moves: Sequence[_Move]) -> Tensor:
-    pieces = [part.narrow(0, move.source.offset, move.numel) for move in moves]
-    return torch.cat(pieces) if pieces else part.new_empty(0)
-
-
-def _scatter(values: Tensor, moves: Sequence[_Move], part: Tensor) -> None:
-    for move, piece in zip(moves, torch.split(values, [move.numel for move in moves]), strict=True):
-        part.narrow(0, move.target.offset, move.numel).copy_(piece)
-
-
-def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def _moves(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]], share: int) -> Iterator[_Move]:
@@ -103,5 +73,5 @@ def _moves(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]], 
         target, stop = begins[name], source + numel
         while source < stop:
             length = min(stop - source, share - source % share, share - target % share)
-            yield _Move(_Place(*divmod(source, share)), _Place(*divmod(target, share)), length)
+            yield source, target, length
             source, target = source + length, target + length

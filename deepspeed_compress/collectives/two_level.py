@@ -22,7 +22,7 @@ class _Levels:
     Attributes:
         node: the bucket, with each segment assigned to the local rank of its owner.
         mine: this local rank's segments of the bucket.
-        across: those segments as a bucket, each assigned to the node of its owner.
+        across: those segments as a bucket, each assigned to a node.
     """
 
     node: Partition
@@ -40,12 +40,21 @@ def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> 
     )
 
 
+def _make_hybrid_levels(local: int, nodes: int, partition: Partition) -> _Levels:
+    """Return the levels of local rank `local`, which owns the same part on each of `nodes` nodes."""
+    mine, compact = select(partition, lambda segment: segment.owner == local)
+    return _Levels(partition, mine, even_cut(compact.segments, nodes))
+
+
 class _TwoLevels:
     """Reducers inside a node (`node`) and between nodes (`across`), whose phases each need the previous one."""
 
-    def __init__(self, node: PayloadReducer, across: PayloadReducer) -> None:
+    def __init__(
+        self, node: PayloadReducer, across: PayloadReducer, make_levels: Callable[[Partition], _Levels]
+    ) -> None:
         self.node = node
         self.across = across
+        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(make_levels)
         # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
         self._node_factor = float(1 << (node.group.size() - 1).bit_length())
 
@@ -65,10 +74,8 @@ class HierarchicalReducer(_TwoLevels):
     """
 
     def __init__(self, group: ProcessGroup, node: PayloadReducer, across: PayloadReducer) -> None:
-        super().__init__(node, across)
+        super().__init__(node, across, partial(_make_levels, node.group.size(), across.group.size(), node.group.rank()))
         self.group = group
-        shape = (node.group.size(), across.group.size(), node.group.rank())
-        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(partial(_make_levels, *shape))
 
     start_reduce_scatter = reduce_at_once
 
@@ -93,21 +100,8 @@ class HierarchicalReducer(_TwoLevels):
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         levels = self._levels(partition)
-        inside, between = (self.node, levels.node), (self.across, levels.across)
-        return tuple(one for reducer, part in (inside, between) for one in reducer.transfers(part, everywhere))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """This rank's share of a bucket: the segments that are `mine`, and the same segments cut evenly over the nodes."""
-
-    mine: tuple[Segment, ...]
-    across: Partition
-
-
-def _make_part(rank: int, nodes: int, partition: Partition) -> _Part:
-    mine, compact = select(partition, lambda segment: segment.owner == rank)
-    return _Part(mine, even_cut(compact.segments, nodes))
+        inside = self.node.transfers(levels.node, everywhere)
+        return (*inside, *self.across.transfers(levels.across, everywhere))
 
 
 class HybridReducer(_TwoLevels):
@@ -119,9 +113,7 @@ class HybridReducer(_TwoLevels):
     """
 
     def __init__(self, node: PayloadReducer, across: PayloadReducer) -> None:
-        super().__init__(node, across)
-        shape = (node.group.rank(), across.group.size())
-        self._part: Callable[[Partition], _Part] = lru_cache(maxsize=LAYOUTS)(partial(_make_part, *shape))
+        super().__init__(node, across, partial(_make_hybrid_levels, node.group.rank(), across.group.size()))
 
     @property
     def group(self) -> ProcessGroup:
@@ -131,10 +123,10 @@ class HybridReducer(_TwoLevels):
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace this rank's own segments of `bucket` by `scale` times their sum over all ranks, and no others."""
-        part = self._part(partition)
-        own = gather(self._node_sum(bucket, partition), part.mine)
-        self.across.all_reduce(own, part.across, scale * self._node_factor)
-        scatter(own, part.mine, bucket)
+        levels = self._levels(partition)
+        own = gather(self._node_sum(bucket, partition), levels.mine)
+        self.across.all_reduce(own, levels.across, scale * self._node_factor)
+        scatter(own, levels.mine, bucket)
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """Replace all of `bucket` by `scale` times its sum over all ranks, with the same bits on every rank."""
@@ -143,4 +135,4 @@ class HybridReducer(_TwoLevels):
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         inside = self.node.transfers(partition, everywhere)
-        return (*inside, *self.across.transfers(self._part(partition).across, True))
+        return (*inside, *self.across.transfers(self._levels(partition).across, True))

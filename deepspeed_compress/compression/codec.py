@@ -24,15 +24,16 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Part:
-    """One message of a batch, which encodes `segments` as a single vector of `numel` elements.
+    """Segments of one owner that one codec encodes as a single vector of `numel` elements.
 
     Attributes:
         segments: the segments; their offsets are places in the bucket.
         numel: number of elements.
-        begin: first byte within the batch's buffer.
-        end: end of its bytes within the buffer, exclusive.
+        begin: first byte within the owner's message or, in a batch, within the buffer of all messages.
+        end: end of its bytes there, exclusive.
         owner: owner of the elements, and with
         channel: the channel, part of the message's random key.
+        first: index of its first element among the owner's elements, in message order.
     """
 
     segments: tuple[Segment, ...]
@@ -41,6 +42,7 @@ class Part:
     end: int
     owner: int
     channel: int
+    first: int
 
 
 class Batch:
@@ -48,11 +50,9 @@ class Batch:
 
     def __init__(self, parts: Sequence[Part], alignment: int) -> None:
         self.parts = tuple(parts)
-        self.firsts: list[int] = []
         rows, runs, first = [], [], 0
         for part in self.parts:
             pieces, position = runs_of(part.segments), first
-            self.firsts.append(first)
             source = pieces[0][0] if len(pieces) == 1 else -1
             rows.append((source, first, part.numel, part.begin, part.end, part.owner, part.channel))
             for offset, numel in pieces:
@@ -63,18 +63,14 @@ class Batch:
         self.table = MessageTable(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
         self._runs = MessageTable(torch.tensor(runs, dtype=torch.int64).view(-1, 7))
         self._is_dense = first == sum(part.numel for part in self.parts)
-
-    @cached_property
-    def _is_in_place(self) -> bool:
-        """Return True if no message has gaps in the bucket."""
-        return len(self._runs.rows) == len(self.parts)
+        self._has_no_gaps = len(runs) == len(self.parts)
 
     def place(self, bucket: Tensor, flat: bool = False) -> tuple[Tensor, int]:
         """Return a tensor for the elements, and the table's column of their places in it.
 
         That is `bucket` itself if it is fp32, no message has gaps in it, and not `flat`; otherwise a new flat tensor.
         """
-        if bucket.dtype == torch.float32 and self._is_in_place and not flat:
+        if bucket.dtype == torch.float32 and self._has_no_gaps and not flat:
             return bucket, SOURCE
         return self.new_flat(bucket), FIRST
 
@@ -129,11 +125,6 @@ class Codec:
 
     compressor: Compressor
     transform: Transform = Identity()  # noqa: RUF009  (frozen, hence safe to share)
-
-    @property
-    def sends(self) -> bool:
-        """Return True if the payload carries information about the input (False for `NoSend`)."""
-        return not isinstance(self.compressor, NoSend)
 
     @cached_property
     def fused(self) -> FusedFeedback | None:

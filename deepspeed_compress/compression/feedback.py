@@ -5,30 +5,24 @@ step size): p = g + e; send C(p); e = p - C(p). Residuals are in the units of th
 and in the basis in which the codec compresses: the transform T is linear, so T p = T g + T e, and T e is stored.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.codec import Batch, Codec
+from deepspeed_compress.compression.codec import Batch, Codec, NoSend
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.arguments import FIRST, Keys, ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
 
-class Feedback(Protocol):
+class Feedback(ABC):
     """Treatment of the compression error of a message."""
 
-    @property
-    def own_exact(self) -> bool:
-        """Return True if a rank adds its own elements, which it sends to nobody, exactly.
-
-        If False, it adds them as other ranks would decode them.
-        """
-
+    @abstractmethod
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode `x` plus its residual into `out`, and store what the message leaves out.
 
@@ -41,11 +35,15 @@ class Feedback(Protocol):
         """
 
     def encode_all(self, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
-        """Do what `encode` does for each message of `batch`, in one call if the codec can.
+        """Do what `encode` does for each message of `batch`, in one call if feedback and codec can.
 
         The coefficients `x` lie where column `at` of the batch's table says.
         """
+        for part, values in batch.views(x, at):
+            key = keys.of(part.owner, part.channel)
+            self.encode(values, part.segments, out[part.begin : part.end], key, codec)
 
+    @abstractmethod
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         """Return what this rank adds for its own elements `x` (flat fp32, may be overwritten).
 
@@ -53,18 +51,9 @@ class Feedback(Protocol):
         """
 
 
-def _encode_each(feedback: Feedback, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
-    """Encode the messages of `batch` one after another; see `Feedback.encode_all`."""
-    for part, values in batch.views(x, at):
-        key = keys.of(part.owner, part.channel)
-        feedback.encode(values, part.segments, out[part.begin : part.end], key, codec)
-
-
 @dataclass(frozen=True)
-class NoFeedback:
+class NoFeedback(Feedback):
     """No error feedback: what the codec leaves out is lost."""
-
-    own_exact = True
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         codec.compressor.compress(x, out, key)
@@ -73,14 +62,14 @@ class NoFeedback:
         if codec.many is not None:
             codec.many.compress_all(x, at, out, batch.table, keys, None)
         else:
-            _encode_each(self, x, at, batch, out, keys, codec)
+            super().encode_all(x, at, batch, out, keys, codec)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         return x
 
 
 @dataclass(frozen=True)
-class ErrorFeedback:
+class ErrorFeedback(Feedback):
     """Error feedback: what the codec leaves out, times `decay`, is added to the next message of the same elements.
 
     With `decay` below 1, old errors fade (LoCo, arXiv:2407.04480). With a transform and top-k, this is DeMo's decoupled
@@ -114,7 +103,7 @@ class ErrorFeedback:
         many, table = codec.many, batch.table
         buffers = None if many is None else self.residuals.joint_buffers(batch, x.device, codec.transform)
         if many is None or buffers is None:
-            _encode_each(self, x, at, batch, out, keys, codec)
+            super().encode_all(x, at, batch, out, keys, codec)
             return
         before, after = buffers
         if codec.fused is not None:
@@ -131,7 +120,7 @@ class ErrorFeedback:
 
         They have a residual after a step with `NoSend`, or if another rank owned them before.
         """
-        if not codec.sends or not self.own_exact:
+        if isinstance(codec.compressor, NoSend) or not self.own_exact:
             return None
         if self.residuals.holds(segments):
             self.residuals.add_to(x, segments, self.decay)
@@ -140,7 +129,7 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True)
-class MomentumCorrection:
+class MomentumCorrection(Feedback):
     """Deep Gradient Compression: momentum before sparsification; both buffers are cleared where a value was sent.
 
     Source: Lin et al. (arXiv:1712.01887, equations 4 and 6, algorithm 4): u = m u + g; v = v + u; send C(v);
@@ -152,11 +141,6 @@ class MomentumCorrection:
     accumulated: Residuals
     momentum: float
     nesterov: bool = False
-
-    @property
-    def own_exact(self) -> bool:
-        """Return False: own elements are encoded like all others, so that all of them carry the same momentum."""
-        return False
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Add gradients `x` (flat fp32 coefficients, not changed) to the velocity, and encode what has accumulated."""
@@ -175,10 +159,8 @@ class MomentumCorrection:
         self.accumulated.write(segments, total.sub_(sent), basis)
         self.velocity.write(segments, velocity.masked_fill_(sent != 0, 0.0), basis)
 
-    def encode_all(self, x: Tensor, at: int, batch: Batch, out: Tensor, keys: Keys, codec: Codec) -> None:
-        _encode_each(self, x, at, batch, out, keys, codec)
-
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
+        """Return None: own elements are encoded like all others, so that all of them carry the same momentum."""
         return None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from deepspeed_compress.compression.codec import Batch
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.arguments import FIRST
 from deepspeed_compress.compression.segments import (
     Layout,
     LayoutIndex,
@@ -38,28 +39,6 @@ STORAGE: Mapping[str, Compressor] = {
     "int8": Blockwise(8, 256),
 }
 """Storage formats, with 4, 2 or about 1 bytes per element (LoCo, arXiv:2407.04480, uses 8 bits)."""
-
-
-@dataclass
-class _Values:
-    """Elements in fp32: those after the last applied step and, if it has written any, those of the running step."""
-
-    applied: Tensor
-    running: Tensor | None = None
-
-    def part(self, start: int, stop: int) -> "_Values":
-        running = self.running[start:stop] if self.running is not None else None
-        return _Values(self.applied[start:stop], running)
-
-    def take(self, part: "_Values", position: int) -> None:
-        """Copy `part` to `position`."""
-        if part.running is not None and self.running is None:
-            self.running = self.applied.clone()
-        place = slice(position, position + part.applied.numel())
-        self.applied[place] = part.applied
-        if self.running is not None:
-            # Also if this step has not written this part: from now on, the whole message is read from `running`.
-            self.running[place] = part.running if part.running is not None else part.applied
 
 
 @dataclass
@@ -98,12 +77,9 @@ class _Slot:
 
     def alone(self, layout: Layout) -> "_Slot":
         """Return a slot of one message that shares the memory of this one."""
-        buffers = [
-            None if one is None else _Buffer(self.payload(layout, one), one.basis)
-            for one in (self.applied, self.running)
-        ]
-        assert buffers[0] is not None
-        return _Slot(buffers[0], {layout: (0, buffers[0].payload.numel())}, buffers[1], self.written)
+        applied = _Buffer(self.payload(layout, self.applied), self.applied.basis)
+        running = None if self.running is None else _Buffer(self.payload(layout, self.running), self.running.basis)
+        return _Slot(applied, {layout: (0, applied.payload.numel())}, running, self.written)
 
 
 class Residuals:
@@ -196,7 +172,7 @@ class Residuals:
     def _join(self, batch: Batch, device: torch.device, basis: Transform, itemsize: int) -> _Slot | None:
         """Return the slot of the messages of `batch`, or None if some are stored in another basis than `basis`."""
         layouts = [layout_of(part.segments) for part in batch.parts]
-        begins = [first * itemsize for first in batch.firsts]
+        begins = [row[FIRST] * itemsize for row in batch.table.values]
         ends = [begin + self.storage.payload_bytes(part.numel) for begin, part in zip(begins, batch.parts, strict=True)]
         places = dict(zip(layouts, zip(begins, ends, strict=True), strict=True))
         known = self._slots.get(layouts[0]) if layouts else None
@@ -247,13 +223,9 @@ class Residuals:
         if slot is None:
             return self._adopt(layout, device)
         if slot.is_joint:
-            self._split(slot)
+            self._slots.update({one: slot.alone(one) for one in slot.places})
+            self._forget_batches(slot)
         return self._slots[layout]
-
-    def _split(self, slot: _Slot) -> None:
-        for layout in slot.places:
-            self._slots[layout] = slot.alone(layout)
-        self._forget_batches(slot)
 
     def _forget_batches(self, slot: _Slot) -> None:
         for batch in [batch for batch, joint in self._joint.items() if joint is slot]:
@@ -265,32 +237,37 @@ class Residuals:
         Those layouts are dissolved. Elements that the new layout does not contain become messages of single ranges.
         """
         self._wait_for_copies()
-        fresh = _Values(torch.zeros(numel_of(layout), device=device))
+        fresh = torch.zeros(1, numel_of(layout), device=device)
         for home in self._homes.touching(layout):
             values = self._remove(home, device)
             for (name, begin, _), start, first, last, target in cuts(home, layout):
-                part = values.part(start + first - begin, start + last - begin)
+                part = values[:, start + first - begin : start + last - begin]
                 if target is None:
                     self._settle(((name, first, last - first),), part)
-                else:
-                    fresh.take(part, target)
+                    continue
+                # As soon as this step has written a part, the whole message is read from the values of this step.
+                fresh = fresh.repeat(2, 1) if len(part) > len(fresh) else fresh
+                fresh[:, target : target + last - first] = part
         return self._settle(layout, fresh)
 
-    def _remove(self, layout: Layout, device: torch.device) -> _Values:
+    def _remove(self, layout: Layout, device: torch.device) -> Tensor:
+        """Drop a message, and return its elements: fp32 [1, numel], or [2, numel] if the running step has written any.
+
+        The first row holds those after the last applied step, the second those of the running step.
+        """
         slot, segments = self._slot(layout, device), segments_of(layout)
         del self._slots[layout]
         self._forget_batches(slot)
         self._homes.remove(layout)
-        running = self._elements(slot.current, segments, device) if slot.written and self.transactional else None
-        values = _Values(self._elements(slot.applied, segments, device), running)
+        buffers = [slot.applied, slot.current] if slot.written and self.transactional else [slot.applied]
+        values = torch.stack([self._elements(buffer, segments, device) for buffer in buffers])
         _record_use(slot)
         return values
 
-    def _settle(self, layout: Layout, values: _Values) -> _Slot:
-        """Create a slot with `values` and register it for the ranges of `layout`."""
-        running = _Buffer(self._stored(self._encoded(values.running))) if values.running is not None else None
-        applied = _Buffer(self._stored(self._encoded(values.applied)))
-        slot = _Slot(applied, {layout: (0, applied.payload.numel())}, running, running is not None)
+    def _settle(self, layout: Layout, values: Tensor) -> _Slot:
+        """Create a slot with `values`, as `_remove` returns them, and register it for the ranges of `layout`."""
+        applied, *running = (_Buffer(self._stored(self._encoded(row))) for row in values)
+        slot = _Slot(applied, {layout: (0, applied.payload.numel())}, next(iter(running), None), bool(running))
         self._register(layout, slot)
         return slot
 
@@ -344,17 +321,10 @@ class Residuals:
         Waits for the GPU if residuals are in host memory.
         """
         self._wait_for_copies()
-        return [
-            self._square_norm(slot.payload(layout, slot.current), numel_of(layout))
-            for layout, slot in self._slots.items()
-        ]
-
-    def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
         # Uncompressed formats are read in place, without decoding.
-        storage = self.storage
-        values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
-        norm: Tensor = for_device(values.device).square_norm(values)
-        return norm
+        read = self.storage.elements if isinstance(self.storage, Cast) else self._decoded
+        payloads = [(slot.payload(layout, slot.current), numel_of(layout)) for layout, slot in self._slots.items()]
+        return [for_device(one.device).square_norm(read(one, numel)) for one, numel in payloads]
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
         """Yield every range with its applied values, flat fp32."""

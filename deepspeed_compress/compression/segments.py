@@ -42,14 +42,9 @@ def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 def elements(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Return what `gather` returns, as a view if `bucket` is fp32 and the segments are contiguous in it."""
-    view = contiguous_view(bucket, segments)
-    return gather(bucket, segments) if view is None else view
-
-
-def contiguous_view(bucket: Tensor, segments: Sequence[Segment]) -> Tensor | None:
-    """Return the elements of `segments` as a view of `bucket`, or None if it is not fp32 or they are not contiguous."""
     runs = runs_of(segments)
-    return bucket.narrow(0, *runs[0]) if bucket.dtype == torch.float32 and len(runs) == 1 else None
+    is_view = bucket.dtype == torch.float32 and len(runs) == 1
+    return bucket.narrow(0, *runs[0]) if is_view else gather(bucket, segments)
 
 
 def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None:
@@ -133,14 +128,13 @@ class LayoutIndex:
 
     def touching(self, layout: Layout) -> Collection[Layout]:
         """Return the added layouts that share elements with `layout`, each once, in the order of its ranges."""
-        return dict.fromkeys(home for piece in layout for home in self._overlapping(piece))
+        return dict.fromkeys(
+            home
+            for name, begin, numel in layout
+            for (_, first, length), home in self._homes.get(name, {}).items()
+            if first < begin + numel and begin < first + length
+        )
 
     def clear(self) -> None:
         """Remove all layouts."""
         self._homes.clear()
-
-    def _overlapping(self, piece: Range) -> Iterator[Layout]:
-        name, begin, numel = piece
-        for (_, first, length), home in self._homes.get(name, {}).items():
-            if first < begin + numel and begin < first + length:
-                yield home

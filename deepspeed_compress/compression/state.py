@@ -34,12 +34,8 @@ OWNED = frozenset({"means", "node_means", "spread", "anchor", "outer_momentum"})
 """Kinds of stores in which one rank owns each element. All other stores add up over the ranks."""
 
 
-@dataclass(frozen=True)
-class _SavedStore:
-    """Saved content of one store: the payload and the basis of each message."""
-
-    payloads: Mapping[Layout, Tensor]
-    bases: Mapping[Layout, Transform]
+_SavedStore = tuple[Mapping[Layout, Tensor], Mapping[Layout, Transform]]
+"""The payload and the basis of each message of a store."""
 
 
 def state_file(directory: Path, rank: int, stem: str = STEM) -> Path:
@@ -116,7 +112,7 @@ def _read_stores(file: Path, description: Description) -> dict[str, _SavedStore]
             raise StateError(f"{file} or the JSON file next to it is damaged: the digest does not match")
         tensors = load_file(file)
         return {
-            name: _SavedStore(
+            name: (
                 {
                     layout: _payload(tensors[f"{name}/{n}"], layout, description.storage[name])
                     for n, layout in enumerate(slots)
@@ -221,10 +217,11 @@ def _takes(name: str, saved: Position, position: Position) -> bool:
 
 
 def _load(store: Residuals, saved: _SavedStore, storage: str, exact: bool, device: torch.device, factor: float) -> None:
+    payloads, bases = saved
     if exact:
-        store.restore(saved.payloads, device, saved.bases)
+        store.restore(payloads, device, bases)
         return
     # Owned elements may be in several files: without ZeRO, all ranks own spread sums.
     former = Residuals(storage, transactional=False)
-    former.restore(saved.payloads, torch.device("cpu"), saved.bases)
+    former.restore(payloads, torch.device("cpu"), bases)
     store.add(former.items(), device, factor)

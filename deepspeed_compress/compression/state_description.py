@@ -1,19 +1,21 @@
 """Descriptions of saved states: the JSON file of a rank, which says whose values its tensors are."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from deepspeed_compress.compression.residuals import STORAGE
-from deepspeed_compress.compression.segments import Layout
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.safe_files import read_text
 
 VERSION = 3
 _MAX_RANKS = 1 << 20
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+_Scale = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class Position:
         node_size: ranks of the group that reduce inside a node first; 1 without a hierarchy.
     """
 
-    index: int
-    size: int
-    group: int
-    groups: int
-    node_size: int = 1
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    index: _Count
+    size: _Count
+    group: _Count
+    groups: _Count
+    node_size: _Count = 1
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,17 @@ class Description:
         save: name of the save, which the engine's files contain, too; empty without such files.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     version: int
     sha256: str
     position: Position
-    zero_stage: int
-    step: int
-    loss_scale: float
+    zero_stage: _Count
+    step: _Count
+    loss_scale: _Scale
     section: Mapping[str, Any]
     decisions: Mapping[str, Any]
     storage: Mapping[str, str]
-    layouts: Mapping[str, Sequence[Layout]]
+    layouts: Mapping[str, Sequence[tuple[tuple[str, _Count, _Count], ...]]]
     bases: Mapping[str, Sequence[Mapping[str, Any]]]
     save: str = ""
 
@@ -89,6 +93,10 @@ class Description:
     def fields(self) -> dict[str, Any]:
         """Return the JSON fields. An empty `save` is left out."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("save", "")}
+
+
+_DESCRIPTION = TypeAdapter(Description)
+"""Checks the types of the fields of a file."""
 
 
 def read_description(file: Path) -> Description:
@@ -102,53 +110,23 @@ def read_description(file: Path) -> Description:
         found = json.loads(read_text(path))
         if found["version"] != VERSION:
             raise StateError(f"{path} has version {found['version']}; this package reads {VERSION}")
-        layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}
-        position = Position(**found["position"])
-        return _checked(Description(**{**found, "position": position, "layouts": layouts}))
+        return _checked(_DESCRIPTION.validate_python(found))
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist (was the checkpoint written without this package?)") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StateError(f"{path} is damaged or not a state of this package ({error!r})") from error
-
-
-def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:
-    """Return the ranges of a message.
-
-    Raises:
-        ValueError, TypeError: they are not ranges.
-    """
-    return tuple((_name(name), _count(begin), _count(numel)) for name, begin, numel in ranges)
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is not a name")
-    return value
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r:.60} is not a count")
-    return value
+        reason = " ".join(repr(error).split())
+        raise StateError(f"{path} is damaged or not a state of this package ({reason})") from error
 
 
 def _checked(found: Description) -> Description:
-    """Return `found` after checking its fields.
+    """Return `found` after checking what its types leave open.
 
     Raises:
-        ValueError, TypeError, KeyError: a field is not one that `contents` writes.
+        ValueError, KeyError: a field is not one that `contents` writes.
     """
-    place, scale = found.position, found.loss_scale
-    for number in (place.index, place.size, place.group, place.groups, place.node_size, found.zero_stage, found.step):
-        _count(number)
+    place = found.position
     if place.index >= place.size or place.group >= place.groups or place.size * place.groups > _MAX_RANKS:
         raise ValueError(f"{place}: no such rank")
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise ValueError(f"loss_scale {scale!r:.60}")
-    for name in (found.sha256, found.save):
-        _name(name)
-    for fields in (found.section, found.decisions):
-        fields.keys()
     for name, slots in found.layouts.items():
         if found.storage[name] not in STORAGE or len(found.bases[name]) != len(slots):
             raise ValueError(f"{name}: storage {found.storage[name]!r:.60}, {len(found.bases[name])} bases")

@@ -4,10 +4,11 @@ They are linear and preserve the norm, so coefficients can be summed over ranks 
 here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T, where the matrices A are orthonormal.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +18,20 @@ from deepspeed_compress.compression.kernels.arguments import FIRST, NUMEL, Messa
 from deepspeed_compress.compression.segments import Segment
 
 
-class Transform(Protocol):
+class Transform(ABC):
     """An orthonormal linear map of flat fp32 vectors: a pure function of the vector and of the map's settings.
 
     The same layout gives the same bits. A non-finite element makes its whole tile non-finite.
     """
 
+    @abstractmethod
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Return the coefficients (flat fp32 [x.numel()]) of `x`; the result may be `x` itself.
 
         `x` is flat fp32 and holds the elements of `segments` in order. It is not changed.
         """
 
+    @abstractmethod
     def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
         """Return the vector that has these `coefficients` (not changed).
 
@@ -40,10 +43,11 @@ class Transform(Protocol):
 
         Two reduced maps compare equal if they give the same coefficients.
         """
+        return self
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Transform):
     """The identity map: the coefficients are the elements."""
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -52,12 +56,9 @@ class Identity:
     def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
         return coefficients if out is None else out.copy_(coefficients)
 
-    def of(self, segments: Sequence[Segment]) -> "Identity":
-        return self
-
 
 @dataclass(frozen=True)
-class Hadamard:
+class Hadamard(Transform):
     """Randomized Walsh-Hadamard transform H diag(s) on blocks of `block_size` elements, which is a power of two.
 
     It spreads an outlier over its block (SDP4Bit, arXiv:2410.15526). H has the entries +-block_size**-0.5 in natural
@@ -79,9 +80,6 @@ class Hadamard:
         blocks = _powers_of_two(coefficients.numel(), self.block_size)
         operation = for_device(coefficients.device).hadamard_tiles
         return _inverse(coefficients, blocks, operation, out).mul_(self._signs(coefficients))
-
-    def of(self, segments: Sequence[Segment]) -> "Hadamard":
-        return self
 
     def forward_all(self, x: Tensor, table: MessageTable) -> Tensor:
         """Return the coefficients of the messages of `x`, of which each begins at a multiple of `block_size`."""
@@ -121,7 +119,7 @@ class Hadamard:
 
 
 @dataclass(frozen=True)
-class DCT:
+class DCT(Transform):
     """Orthonormal DCT-II of tiles of `tile` x `tile` elements of each matrix (DeMo, arXiv:2411.19870).
 
     `widths` maps every parameter that is a matrix to its row length; all other parameters are vectors. The whole rows
@@ -165,10 +163,6 @@ class Tiles:
     height: int
     width: int
     stride: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.height, self.width
 
     @property
     def numel(self) -> int:
@@ -260,7 +254,7 @@ def _powers_of_two(numel: int, block_size: int) -> list[Tiles]:
         width = 1 << size.bit_length() // 2
         tiles.append(Tiles(offset, count, 1, size // width, width, width))
         offset += count * size
-    return [tile for tile in tiles if tile.rows]
+    return [tile for tile in tiles if tile.numel]
 
 
 @lru_cache(maxsize=1024)
@@ -277,7 +271,7 @@ def _matrix_tiles(layout: tuple[tuple[int, int, int], ...], tile: int) -> tuple[
         tiles += _cut(offset + head, last - first, width, tile) if body else []
         tiles += _cut(offset + head + body, 1, numel - head - body, tile)
         offset += numel
-    return tuple(sorted(tiles, key=lambda one: (-one.height * one.width, one.shape)))
+    return tuple(sorted(tiles, key=lambda one: (-one.height * one.width, one.height, one.width)))
 
 
 def _cut(offset: int, rows: int, width: int, tile: int) -> list[Tiles]:
@@ -290,4 +284,4 @@ def _cut(offset: int, rows: int, width: int, tile: int) -> list[Tiles]:
         Tiles(offset + below, 1, width // tile, rest_height, tile, width),
         Tiles(offset + below + right, 1, 1, rest_height, rest_width, width),
     )
-    return [part for part in parts if part.rows * part.columns * part.height * part.width]
+    return [part for part in parts if part.numel]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition, cut
-from deepspeed_compress.collectives.messages import MessageLayout, Messages, layouts_of_parts
+from deepspeed_compress.collectives.messages import MessageLayout, Messages, make_layouts
 from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.collectives.reduction import ReductionContext, Reductions
 from deepspeed_compress.compression.compressors.base import message_key
@@ -333,7 +333,7 @@ class FramedMessages:
         """
         messages, layout = self._message(number)
         payload = torch.empty(layout.sizes[0], dtype=torch.uint8, device=x.device)
-        for piece in layout.pieces[0]:
+        for piece in layout.pieces:
             channel, key = messages.channels[piece.channel], message_key((number, piece.channel), sender)
             found = channel.codec.coefficients(elements(x, piece.segments), piece.segments)
             out = payload[piece.begin : piece.end]
@@ -347,7 +347,7 @@ class FramedMessages:
         """Return the vector of message `number`: flat fp32. The size of `payload` must be right."""
         messages, layout = self._message(number)
         x = torch.zeros(sum(segment.numel for segment in self.segments), device=payload.device)
-        for piece in layout.pieces[0]:
+        for piece in layout.pieces:
             part, codec = x.new_empty(piece.numel), messages.channels[piece.channel].codec
             codec.decode([payload[piece.begin : piece.end]], piece.segments, part, 1.0)
             scatter(part, piece.segments, x)
@@ -355,7 +355,7 @@ class FramedMessages:
 
     def _message(self, number: int) -> tuple[Messages, MessageLayout]:
         messages = payload_reducer(self.reductions, self.settings, number).messages
-        return messages, layouts_of_parts(messages, [self.segments])[0]
+        return messages, make_layouts(messages, [self.segments], 0)[0]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

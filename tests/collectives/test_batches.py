@@ -1,7 +1,7 @@
 """Messages of all owners in one call have the bits of one message after another: payloads, residuals and sums."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
-from deepspeed_compress.collectives.messages import Channel, Messages, RankLayout, make_layouts
+from deepspeed_compress.collectives.messages import Channel, MessageLayout, Messages, make_layouts
 from deepspeed_compress.collectives.packing import Packer
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.compression.codec import Batch, Codec, NoSend, Part
@@ -54,9 +54,9 @@ class OneByOne:
         parts = (self.run.seed, self.run.clock.step, self.messages.level, number, owner, piece.channel)
         return message_key(parts, sender)
 
-    def pack(self, bucket: Tensor, layout: RankLayout, number: int) -> Tensor:
+    def pack(self, bucket: Tensor, layout: MessageLayout, number: int) -> Tensor:
         packed = [torch.empty(0, dtype=torch.uint8)]
-        for owner, pieces in enumerate(layout.layout.pieces):
+        for owner, pieces in enumerate(layout.owners):
             for piece in pieces if owner != self.rank else ():
                 channel, out = self.channel(piece), torch.empty(piece.end - piece.begin, dtype=torch.uint8)
                 x = channel.codec.coefficients(elements(bucket, piece.segments), piece.segments)
@@ -65,16 +65,16 @@ class OneByOne:
                 packed.append(out)
         return torch.cat(packed)
 
-    def pack_owned(self, total: Tensor, layout: RankLayout, number: int, in_basis: bool, out: Tensor) -> None:
+    def pack_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool, out: Tensor) -> None:
         for piece in layout.pieces:
             channel, x = self.channel(piece), total[piece.first : piece.first + piece.numel]
             x = x if in_basis else channel.codec.coefficients(x, piece.segments)
             key = self.key(number, self.rank, piece, self.rank)
             channel.mean_feedback.encode(x, piece.segments, out[piece.begin : piece.end], key, channel.codec)
 
-    def unpack(self, payload: Tensor, layout: RankLayout, bucket: Tensor) -> None:
+    def unpack(self, payload: Tensor, layout: MessageLayout, bucket: Tensor) -> None:
         begin = 0
-        for pieces, size in zip(layout.layout.pieces, layout.layout.sizes, strict=True):
+        for pieces, size in zip(layout.owners, layout.sizes, strict=True):
             for piece in pieces:
                 channel, codec = self.channel(piece), self.channel(piece).codec
                 sums = self.decoded([payload[begin + piece.begin : begin + piece.end]], piece, codec, 1.0)
@@ -85,7 +85,7 @@ class OneByOne:
             begin += size
 
     def sum(
-        self, local: Tensor, payloads: Tensor, layout: RankLayout, number: int, scale: float, deliver: bool
+        self, local: Tensor, payloads: Tensor, layout: MessageLayout, number: int, scale: float, deliver: bool
     ) -> None:
         for piece in layout.pieces:
             channel, codec = self.channel(piece), self.channel(piece).codec
@@ -171,8 +171,8 @@ def trace(kind: Any, codec: Codec, feedback: str, options: dict[str, Any], ranks
     for step, name in enumerate([*names[:2], names[1], names[0], names[2]]):
         run.clock.begin(step)
         partition = PARTITIONS[name](ranks)
-        for number, layout in enumerate(make_layouts(messages, partition, options.get("rounds", 1))):
-            mine = RankLayout(messages, layout, rank)
+        parts = [partition.owned_by(owner) for owner in range(ranks)]
+        for number, mine in enumerate(make_layouts(messages, parts, rank, options.get("rounds", 1))):
             bucket = normal(rank, partition.numel, step).to(dtype)
             bucket[5:60] *= -0.0
             yield "sent", packer.pack(bucket, mine, number)
@@ -185,11 +185,11 @@ def trace(kind: Any, codec: Codec, feedback: str, options: dict[str, Any], ranks
             for deliver in (False, True):
                 packer.sum(local, payloads, mine, number, SCALE, deliver)
                 yield f"sum {deliver}", local.clone()
-            whole, begin = torch.zeros(sum(layout.sizes), dtype=torch.uint8), mine.place.start
+            whole, begin = torch.zeros(sum(mine.sizes), dtype=torch.uint8), mine.place.start
             packer.pack_owned(local, mine, number, bool(step % 2), whole[mine.place])
             yield "owned", whole[begin : begin + mine.size].clone()
             for owner in set(range(ranks)) - {rank}:
-                other = RankLayout(messages, layout, owner)
+                other = replace(mine, rank=owner)
                 encoder = OneByOne(make_messages(codec, "none", options.get("override"), False)[0], run, owner, owner)
                 encoder.pack_owned(normal(owner, other.numel, step), other, number, False, whole[other.place])
             if kind is Packer:
@@ -257,7 +257,8 @@ def test_equal_channels_share_a_batch() -> None:
         (Channel(Codec(Cast(torch.float32)), uncompressed=True), Channel(codec), Channel(codec)),
         {"weight": 1, "other": 2},
     )
-    layout = RankLayout(messages, make_layouts(messages, even_partition(SIZES, 8))[0], 0)
+    partition = even_partition(SIZES, 8)
+    [layout] = make_layouts(messages, [partition.owned_by(owner) for owner in range(8)], 0)
     assert [(index, {part.channel for part in batch.parts}) for index, batch in layout.gathered] == [
         (0, {0}),
         (1, {1, 2}),
@@ -268,7 +269,7 @@ def test_equal_channels_share_a_batch() -> None:
 def test_the_residuals_of_a_batch_of_one_message_are_those_of_the_message(alignment: int) -> None:
     cpu, store, values = torch.device("cpu"), Residuals("bf16", transactional=True), torch.arange(100.0)
     [segment] = even_partition([("weight", 100)], 1).segments
-    batch = Batch([Part((segment,), 100, 0, 100, 0, 0)], alignment)
+    batch = Batch([Part((segment,), 100, 0, 100, 0, 0, 0)], alignment)
     store.write([segment], values)
     store.commit()
     for factor in (2.0, 4.0):

@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition, relabel
-from deepspeed_compress.collectives.low_rank import (
-    LowRank,
-    find_matrices,
-    make_low_rank_layout,
-    orthonormal,
-)
+from deepspeed_compress.collectives.low_rank import LowRank, find_matrices, make_low_rank_layout, orthonormal
 from deepspeed_compress.collectives.powersgd import PowerSGDReducer
 from deepspeed_compress.collectives.reducer import Run, StepClock
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
@@ -320,7 +315,7 @@ def test_the_size_of_a_stack_is_bounded_and_does_not_change_the_result(monkeypat
     # The bound fits two matrices of the shape of "wide", or one larger matrix.
     for numel, counts in ((240, [1, 2, 1]), (239, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
         monkeypatch.setattr("deepspeed_compress.collectives.low_rank.STACK_NUMEL", numel)
-        found = make_low_rank_layout(layout(2), find_matrices(layout(2), LowRank(SHAPES, 2)), 0)
+        found = make_low_rank_layout(LowRank(SHAPES, 2), 0, layout(2))
         assert [len(stack.matrices) for stack in found.stacks] == counts
         for some, others in zip(train(2, 3), whole, strict=True):
             torch.testing.assert_close(some, others, rtol=1e-4, atol=1e-5)
@@ -482,7 +477,7 @@ def test_state_does_not_grow_with_the_number_of_layouts() -> None:
                 built.reducer.all_reduce(normal(rank, cut.numel), cut, 0.5)
                 built.end_step()
         held = sum(numel for (_, _, numel), _ in built.warm.items())
-        return len(built.reducer._starts), held, built.reducer._layout.cache_parameters()["maxsize"]
+        return len(built.reducer._starts), held, built.reducer.layout.cache_parameters()["maxsize"]
 
     for starts, held, bound in run_threads(2, work):
         assert starts == len(LOW_RANK)

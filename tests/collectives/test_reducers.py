@@ -675,7 +675,7 @@ def test_payload_sizes_do_not_depend_on_the_values() -> None:
         bucket = torch.zeros(211) if rank == 0 else normal(rank, 211)
         reducer.all_reduce(bucket, partition, 1.0)
         [found] = reducer.layouts(partition)
-        return found.layout.sizes
+        return found.sizes
 
     first, second = run_threads(2, work)
     assert first == second

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed_compress import config
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import QSGD, BlockTopK, Compressor, Linear, RandomK, TopK
-from deepspeed_compress.compression.compressors.base import ALIGNMENT
+from deepspeed_compress.compression.kernels.arguments import ALIGNMENT
 from tests.support.codecs import CODECS, SETTINGS, decode, encode, is_random, noise, transmit
 from tests.support.properties import properties
 

@@ -119,12 +119,12 @@ def test_sums_of_messages_match_the_reference(form: BlockFormat, ranks: int) -> 
     table, empty, _ = message_of(form, 1000, torch.empty(-(-1000 // form.block_size)))
     payloads = empty.repeat(ranks, 1)
     for one, payload in zip(sent, payloads, strict=True):
-        reference.quantize_messages(one, FIRST, form, torch.float32, payload, table, None, None)
+        reference.quantize_messages(one, FIRST, form, payload, table, None, None)
     # Without `add`, the output is overwritten, even if it is NaN.
     for add, before in ((True, x), (False, torch.full_like(x, torch.nan))):
         out, expected = before.clone(), before.clone()
         for ops, target in ((cpu, out), (reference, expected)):
-            ops.dequantize_messages(payloads, form, torch.float32, table, target, FIRST, 1 / 3, add)
+            ops.dequantize_messages(payloads, form, table, target, FIRST, 1 / 3, add)
         assert same_bits([out], [expected]) == ""
 
 

@@ -363,13 +363,6 @@ def test_a_rollback_undoes_all_micro_steps() -> None:
     assert torch.equal(residual(sender), before)
 
 
-def test_writes_without_transactions_are_final() -> None:
-    residuals = Residuals("fp32", transactional=False)
-    residuals.write(SEGMENTS, torch.ones(NUMEL))
-    residuals.rollback()
-    assert torch.equal(residuals.read(SEGMENTS, CPU), torch.ones(NUMEL))
-
-
 @pytest.mark.parametrize("transform", [Identity(), Hadamard(64), DCT({"w": 20}, 4)], ids=lambda one: type(one).__name__)
 def test_message_and_residual_add_up_in_a_transformed_basis(transform: Transform) -> None:
     sender = Sender(TopK(0.1, 64), ErrorFeedback(Residuals("fp32", False)), transform)

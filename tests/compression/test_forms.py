@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
+from deepspeed_compress.compression.compressors.sparsifiers import Selection
 from tests.compression.sparse_oracles import Floats, kept_of
 from tests.support.codecs import encode, transmit
 from tests.support.properties import properties
@@ -111,7 +112,7 @@ def test_the_bits_of_an_index_depend_on_the_block_size(exponent: int) -> None:
     """Eight indices of b bits take b bytes. The last column of a block is decoded correctly at every width."""
     block = 1 << exponent
     codec = TopK(8 / block, block)
-    assert codec.index_bits == exponent
+    assert Selection(block, block, codec.density).index_bits == exponent
     assert codec.payload_bytes(block) == -(-exponent // 4) * 4 + 8 * 4
     x = torch.zeros(block)
     x[torch.linspace(0, block - 1, 8).long()] = torch.arange(1.0, 9.0)

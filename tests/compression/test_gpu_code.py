@@ -41,7 +41,7 @@ def encode(name: str, key: int | None = None) -> None:
 
     values, keys = torch.zeros(NUMEL, dtype=torch.bfloat16), None if key is None else Keys.of_single(key)
     (table, out), residual = _message(FORMS[name]), ResidualBuffers(values, 0.9, values)
-    gpu.quantize_messages(torch.zeros(NUMEL), FIRST, FORMS[name], torch.float32, out, table, keys, residual)
+    gpu.quantize_messages(torch.zeros(NUMEL), FIRST, FORMS[name], out, table, keys, residual)
 
 
 def decode(name: str, ranks: int) -> None:
@@ -49,7 +49,7 @@ def decode(name: str, ranks: int) -> None:
 
     table, out = _message(FORMS[name])
     payloads, total = out.repeat(ranks, 1), torch.zeros(NUMEL)
-    gpu.dequantize_messages(payloads, FORMS[name], torch.float32, table, total, FIRST, 0.5, True)
+    gpu.dequantize_messages(payloads, FORMS[name], table, total, FIRST, 0.5, True)
 
 
 def top_k(rows: int, width: int) -> None:

@@ -6,6 +6,7 @@ Functions named `check_...` run in another process, so they import the kernels t
 import importlib.util
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -219,8 +220,8 @@ def test_block_kernels_neither_wait_for_the_gpu_nor_allocate() -> None:
         torch.cuda.set_sync_debug_mode("error" if warm else "default")
         try:
             residual = ResidualBuffers(after, 1.0, after)
-            gpu.quantize_messages(x, FIRST, form, torch.float32, out, table, Keys.of_single(KEY), residual)
-            gpu.dequantize_messages(out.expand(9, -1), form, torch.float32, table, x, FIRST, 1.0, True)
+            gpu.quantize_messages(x, FIRST, form, out, table, Keys.of_single(KEY), residual)
+            gpu.dequantize_messages(out.expand(9, -1), form, table, x, FIRST, 1.0, True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert not warm or torch.cuda.max_memory_allocated() == before
@@ -229,11 +230,11 @@ def test_block_kernels_neither_wait_for_the_gpu_nor_allocate() -> None:
 def start_block_kernels(form: BlockFormat, dtype: torch.dtype, residual: torch.dtype, numel: int) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
-    x, after = torch.zeros(numel), torch.zeros(numel, dtype=residual)
+    x, after, form = torch.zeros(numel), torch.zeros(numel, dtype=residual), replace(form, scale_dtype=dtype)
     table, out, _ = message_of(form, numel, torch.empty(-(-numel // form.block_size), dtype=dtype))
     keys = Keys.of_single(KEY) if form.kind == "absmax" else None
-    gpu.quantize_messages(x, FIRST, form, dtype, out, table, keys, ResidualBuffers(after, 0.9, after))
-    gpu.dequantize_messages(out.unsqueeze(0), form, dtype, table, x, FIRST, 0.5, True)
+    gpu.quantize_messages(x, FIRST, form, out, table, keys, ResidualBuffers(after, 0.9, after))
+    gpu.dequantize_messages(out.unsqueeze(0), form, table, x, FIRST, 0.5, True)
 
 
 def start_other_kernels() -> None:

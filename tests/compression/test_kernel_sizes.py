@@ -25,11 +25,11 @@ def residual(before: torch.Tensor, after: torch.Tensor) -> ResidualBuffers:
 
 
 def encode(x: torch.Tensor, one: BlockFormat, out: torch.Tensor, memory: ResidualBuffers | None = None) -> None:
-    cpu.quantize_messages(x, FIRST, one, torch.float32, out, TABLE, None, memory)
+    cpu.quantize_messages(x, FIRST, one, out, TABLE, None, memory)
 
 
 def decode(payloads: torch.Tensor) -> None:
-    cpu.dequantize_messages(payloads, FORM, torch.float32, TABLE, X.clone(), FIRST, 1.0, True)
+    cpu.dequantize_messages(payloads, FORM, TABLE, X.clone(), FIRST, 1.0, True)
 
 
 TILES = torch.zeros(1, 1, 4, 4)
@@ -81,8 +81,8 @@ def test_an_invalid_argument_raises(call: Callable[[], object]) -> None:
 
 def test_empty_tensors_are_accepted() -> None:
     empty, codes = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
-    cpu.quantize_messages(empty, FIRST, FORM, torch.float32, codes, single(0, 0), None, None)
-    cpu.dequantize_messages(codes[None], FORM, torch.float32, single(0, 0), empty.clone(), FIRST, 1.0, True)
+    cpu.quantize_messages(empty, FIRST, FORM, codes, single(0, 0), None, None)
+    cpu.dequantize_messages(codes[None], FORM, single(0, 0), empty.clone(), FIRST, 1.0, True)
     cpu.cast(empty, empty.clone())
     cpu.add_cast(empty, empty.clone(), 1.0)
     assert cpu.unpack_bits(codes, 0, 5).tolist() == [0] * 5

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -17,6 +18,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     Keys,
     MessageTable,
     ResidualBuffers,
+    aligned,
     next_key,
     single,
 )
@@ -46,12 +48,10 @@ def table_of(sizes: list[int]) -> MessageTable:
     return MessageTable(torch.tensor(rows))
 
 
-def aligned(size: int) -> int:
-    return -(-size // 4) * 4
-
-
-def block_table(form: BlockFormat, dtype: torch.dtype) -> MessageTable:
-    return table_of([aligned(-(-n // form.block_size) * dtype.itemsize) + aligned(form.code_bytes(n)) for n in NUMELS])
+def block_table(form: BlockFormat) -> MessageTable:
+    """Return a table of messages of scales and codes, each padded to whole numbers of fp32."""
+    scales = [aligned(-(-numel // form.block_size) * form.scale_dtype.itemsize) for numel in NUMELS]
+    return table_of([size + aligned(form.code_bytes(numel)) for size, numel in zip(scales, NUMELS, strict=True)])
 
 
 def numbers(size: int, seed: int, device: torch.device) -> Tensor:
@@ -62,10 +62,10 @@ def numbers(size: int, seed: int, device: torch.device) -> Tensor:
     return x.to(device)
 
 
-def compare(device: torch.device, form: str, dtype: torch.dtype, residual: str, at: int, random: bool) -> str:
+def compare(device: torch.device, name: str, dtype: torch.dtype, residual: str, at: int, random: bool) -> str:
     """Return the results that differ from those of `reference`. Scales from fp64 sums may differ rarely."""
-    kernels = kernels_of(device)
-    table = block_table(FORMS[form], dtype)
+    kernels, form = kernels_of(device), replace(FORMS[name], scale_dtype=dtype)
+    table = block_table(form)
     outputs = []
     for module, where in ((kernels, device), (reference, torch.device("cpu"))):
         x, out = numbers(table.ends[FIRST] + 64, 1, where), torch.full((table.ends[2],), 7, dtype=torch.uint8).to(where)
@@ -73,12 +73,12 @@ def compare(device: torch.device, form: str, dtype: torch.dtype, residual: str, 
         if residual:
             before = numbers(len(x), 2, where).to(getattr(torch, residual))
             buffers = ResidualBuffers(before, 0.9, torch.zeros_like(before))
-        module.quantize_messages(x, at, FORMS[form], dtype, out, table, KEYS if random else None, buffers)
+        module.quantize_messages(x, at, form, out, table, KEYS if random else None, buffers)
         total = numbers(len(x), 3, where)
         rows = torch.stack([out] * 11)
-        module.dequantize_messages(rows, FORMS[form], dtype, table, total, at, 1 / 3, True)
+        module.dequantize_messages(rows, form, table, total, at, 1 / 3, True)
         alone = torch.full_like(total, 5)
-        module.dequantize_messages(rows[:1], FORMS[form], dtype, table, alone, at, 0.5, False)
+        module.dequantize_messages(rows[:1], form, table, alone, at, 0.5, False)
         outputs.append([one.cpu() for one in (out, total, alone, *((buffers.after,) if buffers else ()))])
     names = ("messages", "sums", "decoded", "residuals")
     pairs = zip(names, *outputs, strict=False)
@@ -182,7 +182,7 @@ def test_keys_are_those_of_single_messages() -> None:
 
 
 def test_sizes_are_checked_before_memory_is_read() -> None:
-    form, table = FORMS["4 bits"], block_table(FORMS["4 bits"], torch.float32)
+    form, table = FORMS["4 bits"], block_table(FORMS["4 bits"])
     x, out = torch.zeros(table.ends[FIRST]), torch.zeros(table.ends[2], dtype=torch.uint8)
     wrong = table.rows.clone()
     wrong[0, END] -= 4
@@ -196,8 +196,6 @@ def test_sizes_are_checked_before_memory_is_read() -> None:
     ):
         source, at, target, rows = arguments
         with pytest.raises(ValueError, match=r"expected|message of"):
-            for_device(x.device).quantize_messages(source, at, form, torch.float32, target, rows, None, None)
+            for_device(x.device).quantize_messages(source, at, form, target, rows, None, None)
     with pytest.raises(ValueError, match="expected"):
-        for_device(x.device).dequantize_messages(
-            out[None, :8], form, torch.float32, single(4, 8), torch.zeros(3), FIRST, 1.0, True
-        )
+        for_device(x.device).dequantize_messages(out[None, :8], form, single(4, 8), torch.zeros(3), FIRST, 1.0, True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import Compressor
-from deepspeed_compress.compression.compressors.blocks import BlockQuantizer
+from deepspeed_compress.compression.compressors.blocks import FormQuantizer, RowQuantizer
 from deepspeed_compress.compression.compressors.quantizers import FP8, QSGD, Blockwise, Linear, Percentile, Sign
 from deepspeed_compress.compression.kernels import reference
 from tests.compression import oracles
@@ -26,6 +26,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 BLOCK = 64
 BITS = (8, 4, 2)
 
+BlockQuantizer = FormQuantizer | RowQuantizer
 GRIDS: list[tuple[BlockQuantizer, Callable[[Doubles], Grid]]] = [
     *((Blockwise(bits, BLOCK, True), lambda x, b=bits: oracles.absmax(x, b)) for bits in BITS),
     *((Blockwise(bits, BLOCK), lambda x, b=bits: oracles.absmax(x, b)) for bits in (8, 4)),
@@ -109,7 +110,7 @@ def test_every_code_matches_the_published_form(
 def test_the_bits_of_a_qsgd_code_depend_on_the_levels(levels: int, bits: int) -> None:
     """There are ceil(log2(2 s + 1)) bits, and both extremes survive."""
     codec = QSGD(levels, 32)
-    assert codec.code_bits == bits
+    assert codec.form.bits == bits
     assert codec.payload_bytes(320) == 10 * 4 + 40 * bits
     x = torch.zeros(64)
     x[3], x[40] = 5.0, -5.0
@@ -328,9 +329,9 @@ def test_codes_are_computed_with_the_rounded_scale(bits: int, dtype: torch.dtype
     codec = Blockwise(bits, BLOCK, scale_dtype=dtype)
     for part, block, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
         largest = np.abs(part).max()
-        exact = largest / codec.levels
+        exact = largest / codec.form.levels
         assert abs(float(scale) - exact) <= precision * exact
-        clipped = largest - codec.levels * float(scale)
+        clipped = largest - codec.form.levels * float(scale)
         assert np.abs(block - part).max() <= max(float(scale) / 2, clipped) * (1 + 2**-15)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
@@ -20,6 +21,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     Keys,
     MessageTable,
     ResidualBuffers,
+    aligned,
 )
 from tests.gpu.comparisons import Comparison, Kernels, same_bits, within
 from tests.support.kernels import dequantize_blocks_add, quantize_blocks
@@ -309,26 +311,12 @@ def _table(numel: int, first: int, size: Callable[[int], int]) -> MessageTable:
     return MessageTable(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
 
 
-def _aligned(size: int) -> int:
-    return -(-size // 4) * 4
-
-
-def _message_bytes(form: BlockFormat, numbers_type: torch.dtype, numel: int) -> int:
-    return _number_bytes(form, numbers_type, numel) + _aligned(form.code_bytes(numel))
-
-
-def _number_bytes(form: BlockFormat, numbers_type: torch.dtype, numel: int) -> int:
-    return _aligned(-(-numel // form.block_size) * numbers_type.itemsize)
-
-
-def _fields(
-    messages: Tensor, form: BlockFormat, numbers_type: torch.dtype, table: MessageTable
-) -> tuple[Tensor, Tensor]:
+def _fields(messages: Tensor, form: BlockFormat, table: MessageTable) -> tuple[Tensor, Tensor]:
     """Return all scales and all codes of messages, with the padding of each."""
-    rows = [(row[BEGIN], row[END], _number_bytes(form, numbers_type, row[NUMEL])) for row in table.values]
+    rows = [(row[BEGIN], row[END], aligned(form.scale_bytes(row[NUMEL]))) for row in table.values]
     scales = [messages[begin : begin + size] for begin, _, size in rows]
     codes = [messages[begin + size : end] for begin, end, size in rows]
-    return torch.cat([messages[:0], *scales]).view(numbers_type), torch.cat([messages[:0], *codes])
+    return torch.cat([messages[:0], *scales]).view(form.scale_dtype), torch.cat([messages[:0], *codes])
 
 
 def _new_messages(x: Tensor, table: MessageTable) -> Tensor:
@@ -337,13 +325,13 @@ def _new_messages(x: Tensor, table: MessageTable) -> Tensor:
 
 def quantize_messages(form: BlockFormat, numbers_type: torch.dtype, kept: torch.dtype | None) -> Comparison:
     """Compare scales and codes, padded as they are; with error feedback, rounding is stochastic."""
-    size = partial(_message_bytes, form, numbers_type)
+    sent = replace(form, scale_dtype=numbers_type)
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
-        table, memory = _table(x.numel(), first, size), _memory(x, kept)
+        table, memory = _table(x.numel(), first, sent.message_bytes), _memory(x, kept)
         out, keys = _new_messages(x, table), Keys(KEY, 5) if memory is not None else None
-        kernels.quantize_messages(x, FIRST, form, numbers_type, out, table, keys, memory)
-        return (*_fields(out, form, numbers_type, table), *((memory.after,) if memory is not None else ()))
+        kernels.quantize_messages(x, FIRST, sent, out, table, keys, memory)
+        return (*_fields(out, sent, table), *((memory.after,) if memory is not None else ()))
 
     name = f"quantize messages {form_name(form)}, scales {NAMES[numbers_type]}"
     rates = (Fraction(1, form.block_size), code_rate(form), *((ONE,) if kept is not None else ()))
@@ -353,16 +341,16 @@ def quantize_messages(form: BlockFormat, numbers_type: torch.dtype, kept: torch.
 
 def dequantize_messages(form: BlockFormat, numbers_type: torch.dtype, count: int) -> Comparison:
     """Compare sums to which the messages of `count` ranks were added, and those that they overwrite."""
-    size = partial(_message_bytes, form, numbers_type)
+    sent = replace(form, scale_dtype=numbers_type)
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
-        table, outs = _table(x.numel(), first, size), (x * 0.5, x * 0.5)
+        table, outs = _table(x.numel(), first, sent.message_bytes), (x * 0.5, x * 0.5)
         payloads = torch.stack([_new_messages(x, table) for _ in range(count)])
         for number, payload in enumerate(payloads):
             given = x * (1.0 + 0.25 * number)
-            reference.quantize_messages(given, FIRST, form, numbers_type, payload, table, None, None)
+            reference.quantize_messages(given, FIRST, sent, payload, table, None, None)
         for out, add in zip(outs, (True, False), strict=True):
-            kernels.dequantize_messages(payloads, form, numbers_type, table, out, FIRST, FACTOR, add)
+            kernels.dequantize_messages(payloads, sent, table, out, FIRST, FACTOR, add)
         return outs
 
     name = f"decode messages of {count} ranks {form_name(form)}, scales {NAMES[numbers_type]}"
@@ -373,7 +361,7 @@ def cast_messages(kind: torch.dtype) -> Comparison:
     """Compare uncompressed messages, with their padding."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
-        table = _table(x.numel(), first, lambda numel: _aligned(numel * kind.itemsize))
+        table = _table(x.numel(), first, lambda numel: aligned(numel * kind.itemsize))
         out = _new_messages(x, table)
         kernels.cast_messages(x, FIRST, kind, out, table)
         return (out.view(kind),)
@@ -385,7 +373,7 @@ def add_cast_messages(kind: torch.dtype) -> Comparison:
     """Compare sums to which uncompressed messages of two ranks were added, and those that they overwrite."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
-        table = _table(x.numel(), first, lambda numel: _aligned(numel * kind.itemsize))
+        table = _table(x.numel(), first, lambda numel: aligned(numel * kind.itemsize))
         payloads, outs = torch.stack([_new_messages(x, table) for _ in range(2)]), (x * 0.5, x * 0.5)
         for payload in payloads:
             reference.cast_messages(x.clamp(-6e4, 6e4), FIRST, kind, payload, table)

@@ -50,36 +50,32 @@ def test_every_operation_has_a_row() -> None:
     }
 
 
-def late_codes(x: Tensor, at: int, form: Any, dtype: torch.dtype, out: Tensor, table: Any, *options: Any) -> None:
+def late_codes(x: Tensor, at: int, form: Any, out: Tensor, table: Any, *options: Any) -> None:
     """Flip one code behind the first tile."""
-    reference.quantize_messages(x, at, form, dtype, out, table, *options)
-    begin = -(-x.numel() // form.block_size) * dtype.itemsize
+    reference.quantize_messages(x, at, form, out, table, *options)
+    begin = form.scale_bytes(x.numel())
     out[begin + 2048 : begin + 2049] ^= 1
 
 
-def wrong_memory(
-    x: Tensor, at: int, form: Any, dtype: torch.dtype, out: Tensor, table: Any, keys: Any, memory: Any
-) -> None:
+def wrong_memory(x: Tensor, at: int, form: Any, out: Tensor, table: Any, keys: Any, memory: Any) -> None:
     """Ignore the residual."""
-    reference.quantize_messages(x, at, form, dtype, out, table, keys, None)
+    reference.quantize_messages(x, at, form, out, table, keys, None)
     if memory is not None:
         memory.after.copy_(memory.before)
 
 
-def wrong_scales(x: Tensor, at: int, form: Any, dtype: torch.dtype, out: Tensor, table: Any, *options: Any) -> None:
+def wrong_scales(x: Tensor, at: int, form: Any, out: Tensor, table: Any, *options: Any) -> None:
     """Make every scale one representable number too large."""
-    reference.quantize_messages(x, at, form, dtype, out, table, *options)
+    reference.quantize_messages(x, at, form, out, table, *options)
+    integers = {2: torch.int16, 4: torch.int32}[form.scale_dtype.itemsize]
     for row in table.values:
-        size = -(-row[NUMEL] // form.block_size) * dtype.itemsize
-        out[row[BEGIN] : row[BEGIN] + size].view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).add_(1)
+        out[row[BEGIN] : row[BEGIN] + form.scale_bytes(row[NUMEL])].view(integers).add_(1)
 
 
-def fused(
-    payloads: Tensor, form: Any, dtype: torch.dtype, table: Any, out: Tensor, at: int, scale: float, add: bool
-) -> None:
+def fused(payloads: Tensor, form: Any, table: Any, out: Tensor, at: int, scale: float, add: bool) -> None:
     """Round products and sums once instead of twice."""
     total = torch.zeros_like(out)
-    reference.dequantize_messages(payloads, form, dtype, table, total, at, 1.0, False)
+    reference.dequantize_messages(payloads, form, table, total, at, 1.0, False)
     out.copy_((out.double() + total.double() * scale).float())
 
 

@@ -1,6 +1,7 @@
 """Operations of an implementation of the kernels, and those on messages for the scales and codes of one."""
 
 import inspect
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from deepspeed_compress.compression import kernels
 from deepspeed_compress.compression.kernels.arguments import FIRST, BlockFormat, Keys, MessageTable, single
 
-_HELPERS = ("arguments", "compiled", "gpu_launch")
+_HELPERS = ("arguments", "compiled")
 
 
 def operations(module: ModuleType) -> set[str]:
@@ -24,9 +25,10 @@ def quantize_blocks(
     ops: Any, x: Tensor, form: BlockFormat, numbers: Tensor, codes: Tensor, key: int | None = None, residual: Any = None
 ) -> None:
     """Quantize `x` as one message, and copy its scales and codes to `numbers` and `codes`."""
+    form = replace(form, scale_dtype=numbers.dtype)
     table, message, begin = message_of(form, x.numel(), numbers)
     keys = None if key is None else Keys.of_single(key)
-    ops.quantize_messages(x, FIRST, form, numbers.dtype, message, table, keys, residual)
+    ops.quantize_messages(x, FIRST, form, message, table, keys, residual)
     numbers.copy_(message[: numbers.nbytes].view(numbers.dtype))
     codes.copy_(message[begin : begin + codes.numel()])
 
@@ -35,10 +37,11 @@ def dequantize_blocks_add(
     ops: Any, numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float
 ) -> None:
     """Add `scale` times a message of `numbers` and `codes` to `out`."""
+    form = replace(form, scale_dtype=numbers.dtype)
     table, message, begin = message_of(form, out.numel(), numbers)
     message[: numbers.nbytes] = numbers.view(torch.uint8)
     message[begin : begin + codes.numel()] = codes
-    ops.dequantize_messages(message.unsqueeze(0), form, numbers.dtype, table, out, FIRST, scale, True)
+    ops.dequantize_messages(message.unsqueeze(0), form, table, out, FIRST, scale, True)
 
 
 def message_of(form: BlockFormat, numel: int, numbers: Tensor) -> tuple[MessageTable, Tensor, int]:

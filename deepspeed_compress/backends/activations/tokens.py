@@ -100,7 +100,7 @@ class _Exchange:
         return torch.empty(size, dtype=torch.uint8, device=padded.device)
 
     def _scales_and_codes(self, payload: Tensor, padded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of `payload` by rows, without the padding between scales and codes (see `BlockQuantizer`)."""
+        """Return views of `payload` by rows, without the padding between scales and codes (see `BlockFormat`)."""
         rows, width = padded.shape
         scales, codes = width // BLOCK * _SCALE_BYTES, width * self.bits // 8
         return payload[: rows * scales].view(rows, scales), payload[len(payload) - rows * codes :].view(rows, codes)

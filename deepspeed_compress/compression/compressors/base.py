@@ -8,10 +8,6 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.arguments import Keys, MessageTable, ResidualBuffers, next_key
 
-ALIGNMENT = 4
-"""Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
-
-
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the configuration."""
 
@@ -63,11 +59,6 @@ class ManyMessages(Protocol):
 
         `payloads` is uint8 [n, bytes]; its n rows have the same table, and are added in order.
         """
-
-
-def aligned(size: int) -> int:
-    """Return `size` rounded up to a multiple of `ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def random_key(*parts: int) -> int:

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer, RowQuantizer
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.kernels.arguments import (
@@ -17,6 +16,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     Keys,
     MessageTable,
     ResidualBuffers,
+    aligned,
     fitted,
 )
 
@@ -83,7 +83,7 @@ class Blockwise(FormQuantizer):
     elements are clipped by up to 2**-8 (bf16) or 2**-11 (fp16) of their magnitude, so stochastic rounding is unbiased
     with fp32 scales only. With fp16 scales, blocks are clipped at 65504, and blocks below 2**-25 become 0.
 
-    Payload: see `BlockQuantizer`. Codes are in two's complement. Codes of four levels have bit 2 for the sign plus 1
+    Payload: see `BlockFormat`. Codes are in two's complement. Codes of four levels have bit 2 for the sign plus 1
     for an outer level; codes of eight levels have bit 4 for the sign plus 0 to 3.
     """
 
@@ -93,16 +93,11 @@ class Blockwise(FormQuantizer):
     scale_dtype: torch.dtype = torch.float32
 
     @property
-    def levels(self) -> int:
-        """Return the largest code in two's complement."""
-        return int(2 ** (self.bits - 1)) - 1
-
-    @property
     def form(self) -> BlockFormat:
         kind = None if self.stochastic else _FITTED.get(self.bits)
         if kind is not None:
-            return BlockFormat(kind, LEVELS[kind].magnitudes[-1], self.bits, self.block_size)
-        return BlockFormat("absmax", self.levels, self.bits, self.block_size)
+            return BlockFormat(kind, LEVELS[kind].magnitudes[-1], self.bits, self.block_size, self.scale_dtype)
+        return BlockFormat("absmax", 2 ** (self.bits - 1) - 1, self.bits, self.block_size, self.scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class Sign(FormQuantizer):
     mean), and elements below half of s become 0. The relative squared errors on normal / Laplace distributed elements
     are 0.19 / 0.27, compared with 0.36 / 0.50 for two levels.
 
-    Payload: see `BlockQuantizer`; a set bit is +1. With three levels, each block starts on a byte boundary, and a byte
+    Payload: see `BlockFormat`; a set bit is +1. With three levels, each block starts on a byte boundary, and a byte
     holds five base-3 digits, the first one lowest: 0, 1 and 2 stand for -s, 0 and s.
     """
 
@@ -129,8 +124,8 @@ class Sign(FormQuantizer):
     @property
     def form(self) -> BlockFormat:
         if self.levels == 3:
-            return BlockFormat("ternary", 1, 2, self.block_size)
-        return BlockFormat("mean", 1, 1, self.block_size)
+            return BlockFormat("ternary", 1, 2, self.block_size, self.scale_dtype)
+        return BlockFormat("mean", 1, 1, self.block_size, self.scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ class QSGD(FormQuantizer):
 
     Codes have ceil(log2(2 s + 1)) bits in two's complement, in place of the paper's Elias codes, whose length depends
     on the data. The scale of a block is ||x|| / s, with ||x|| limited to the range of bf16, which is about that of
-    fp32; rounding is unbiased with any norm that is at least max|x|. Payload: see `BlockQuantizer`.
+    fp32; rounding is unbiased with any norm that is at least max|x|. Payload: see `BlockFormat`.
     """
 
     levels: int = 7
@@ -169,7 +164,7 @@ class FP8(RowQuantizer):
     Learning" (arXiv:2209.05433, section 3), rounded to nearest even, saturating. Elements far below the largest one of
     their block keep 4 or 3 significant bits; integer codes would lose them.
 
-    Payload: see `BlockQuantizer`.
+    Payload: see `RowQuantizer`.
 
     Raises:
         KeyError: `format` is not "e4m3" or "e5m2".
@@ -183,7 +178,7 @@ class FP8(RowQuantizer):
         return FORMATS[self.format]
 
     @property
-    def code_bits(self) -> int:
+    def bits(self) -> int:
         return 8
 
     def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -209,7 +204,7 @@ class Linear(RowQuantizer):
     clipped, so stochastic rounding is unbiased with fp32 only. A block of equal elements keeps its value, rounded to
     that dtype. fp16 clips values beyond 65504.
 
-    Payload: see `BlockQuantizer`; the numbers of a block are lo and hi.
+    Payload: see `RowQuantizer`; the numbers of a block are lo and hi.
     """
 
     numbers: ClassVar[int] = 2
@@ -219,23 +214,15 @@ class Linear(RowQuantizer):
     scale_dtype: torch.dtype = torch.float32
 
     @property
-    def code_bits(self) -> int:
-        return self.bits
-
-    @property
     def levels(self) -> int:
-        return int(2**self.bits) - 1
+        return (1 << self.bits) - 1
 
     def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        extremes = self._as_sent(torch.stack(rows.aminmax(dim=1), dim=1))
-        low, high = extremes.unbind(dim=1)
-        return extremes, for_device(rows.device).quantize_rows_between(rows, low, high, self.levels, noise)
-
-    def _as_sent(self, extremes: Tensor) -> Tensor:
-        """Return `extremes` rounded to `scale_dtype`, as fp32; finite values saturate."""
-        largest = torch.finfo(self.scale_dtype).max
+        extremes, largest = torch.stack(rows.aminmax(dim=1), dim=1), torch.finfo(self.scale_dtype).max
         rounded = extremes.clamp(-largest, largest).to(self.scale_dtype).to(torch.float32)
-        return torch.where(extremes.isfinite(), rounded, extremes)
+        sent = torch.where(extremes.isfinite(), rounded, extremes)
+        low, high = sent.unbind(dim=1)
+        return sent, for_device(rows.device).quantize_rows_between(rows, low, high, self.levels, noise)
 
     def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
         # A weighted mean of lo and hi cannot overflow; lo + q * step can.
@@ -256,7 +243,7 @@ class Percentile(RowQuantizer):
     Rounding is to nearest even. If stochastic, it is floor(x / s + u) with u uniform in [0, 1), which is unbiased for
     |x| <= p (Alistarh et al., QSGD, arXiv:1610.02132, section 3.1).
 
-    Payload: see `BlockQuantizer`; codes are in two's complement. `percentile` is in (0, 100]; `bits` is 8, 4 or 2
+    Payload: see `RowQuantizer`; codes are in two's complement. `percentile` is in (0, 100]; `bits` is 8, 4 or 2
     (ternary).
     """
 
@@ -266,34 +253,21 @@ class Percentile(RowQuantizer):
     stochastic: bool = False
 
     @property
-    def code_bits(self) -> int:
-        return self.bits
-
-    @property
     def levels(self) -> int:
-        return int(2 ** (self.bits - 1)) - 1
-
-    def _rank(self, width: int) -> int:
-        """Return the 1-based rank of the percentile in a block of `width` elements.
-
-        The slack of 1e-9 undoes binary fractions, as in 99.9 % of 1000.
-        """
-        return max(1, math.ceil(self.percentile * width / 100 - 1e-9))
+        return (1 << self.bits - 1) - 1
 
     def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        scales = self._scales(rows)
+        magnitudes = rows.abs()
+        largest = magnitudes.amax(dim=1)
+        # The slack of 1e-9 undoes binary fractions, as in 99.9 % of 1000.
+        rank = max(1, math.ceil(self.percentile * rows.shape[1] / 100 - 1e-9))
+        clip = magnitudes.kthvalue(rank, dim=1).values
+        # Use the largest magnitude also if an element is infinite or NaN, so that the receiver sees it.
+        use_clip = largest.isfinite() & (clip > 0)
+        scales = fitted(torch.where(use_clip, clip, largest).div_(self.levels), torch.float32, self.levels)
         return scales.unsqueeze(1), for_device(rows.device).quantize_rows(rows, scales, self.levels, noise)
 
     def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-        unused = 8 - self.code_bits
+        unused = 8 - self.bits
         signed = (codes << unused).view(torch.int8) >> unused
         for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signed, out, scale)
-
-    def _scales(self, rows: Tensor) -> Tensor:
-        """Return s for each of `rows` (fp32 [r, b]): fp32 [r], non-finite if the row is."""
-        magnitudes = rows.abs()
-        largest = magnitudes.amax(dim=1)
-        clip = magnitudes.kthvalue(self._rank(rows.shape[1]), dim=1).values
-        # Use the largest magnitude also if an element is infinite or NaN, so that the receiver sees it.
-        use_clip = largest.isfinite() & (clip > 0)
-        return fitted(torch.where(use_clip, clip, largest).div_(self.levels), torch.float32, self.levels)

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, aligned, random_keys
+from deepspeed_compress.compression.compressors.base import Compressor, random_keys
 from deepspeed_compress.compression.compressors.quantizers import Cast
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.arguments import ResidualBuffers
+from deepspeed_compress.compression.kernels.arguments import ResidualBuffers, aligned
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,13 @@ class Selection:
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return (blocks, width, kept per block) for the whole blocks, and for the shorter last one if there is one."""
-        whole, rest = divmod(self.numel, self.block_size)
-        return [
-            (count, width, self._of(width)) for count, width in ((whole, self.block_size), (1, rest)) if count * width
-        ]
-
-    def _of(self, width: int) -> int:
-        """Return how many elements of a block of `width` are kept.
+        """Return (blocks, width, kept per block) for the whole blocks, and for the shorter last one if there is one.
 
         The slack of 1e-9 undoes binary fractions: 0.07 * 100 keeps 7, not 8.
         """
-        return min(width, max(1, math.ceil(self.density * width - 1e-9)))
+        whole, rest = divmod(self.numel, self.block_size)
+        blocks = [(count, width) for count, width in ((whole, self.block_size), (1, rest)) if count * width]
+        return [(count, width, min(width, max(1, math.ceil(self.density * width - 1e-9)))) for count, width in blocks]
 
     @property
     def kept(self) -> int:
@@ -119,11 +114,6 @@ class TopK:
     values: Compressor = Cast(torch.float32)  # noqa: RUF009  (frozen, hence safe to share)
     scope: Literal["block", "tensor", "threshold"] = "block"
     min_magnitude: float = 0.0
-
-    @property
-    def index_bits(self) -> int:
-        """Return the bits per index with scope "block"."""
-        return self._selection(self.block_size).index_bits
 
     def _selection(self, numel: int) -> Selection:
         return Selection(numel, self.block_size if self.scope == "block" else max(numel, 1), self.density)
@@ -205,7 +195,12 @@ class BlockTopK:
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         selection = self._selection(x.numel())
-        columns = selection.columns(self._norms(x), for_device(x.device).top_k_rows)
+        whole = x.numel() // self.group * self.group
+        groups = (x[:whole].view(-1, self.group), x[whole:].view(1, -1))
+        # In fp64, and over sqrt(group), which keeps norms within the range of fp32.
+        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in groups if part.numel()]
+        norm = torch.cat(norms or [x.double()]).mul_(self.group**-0.5).to(torch.float32)
+        columns = selection.columns(norm, for_device(x.device).top_k_rows)
         selection.pack(columns, out[: selection.index_bytes])
         elements, inside = self._elements(selection.positions(columns), x.numel())
         self.values.compress(x[elements].masked_fill_(~inside, 0.0), out[selection.index_bytes :], key)
@@ -216,16 +211,6 @@ class BlockTopK:
         values = torch.zeros(len(elements), dtype=torch.float32, device=out.device)
         self.values.decompress_add(payload[selection.index_bytes :], values, scale)
         out.index_add_(0, elements, values.masked_fill_(~inside, 0.0))
-
-    def _norms(self, x: Tensor) -> Tensor:
-        """Return the L2 norms of the groups over sqrt(group): fp32 [groups].
-
-        They are computed in fp64, and the division keeps them within the range of fp32.
-        """
-        whole = x.numel() // self.group * self.group
-        parts = (x[:whole].view(-1, self.group), x[whole:].view(1, -1))
-        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts if part.numel()]
-        return torch.cat(norms or [x.double()]).mul_(self.group**-0.5).to(torch.float32)
 
     def _elements(self, groups: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return the indices of the elements of `groups` (int64 [k * group]), and a mask of those inside the message.

@@ -8,8 +8,15 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+ALIGNMENT = 4
+"""Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
 TRITS = 5
 """Number of ternary codes per byte: 3**5 = 243 of its 256 values."""
+
+
+def aligned(size: int) -> int:
+    """Return `size` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ OUTER = LEVELS["lloyd"].magnitudes[-1]
 class BlockFormat:
     """Format of blocks of `block_size` elements (the last one may be shorter), with one scale s per block.
 
-    Each element has a code of `bits` bits. `levels` is the largest magnitude of a code. Kinds:
+    Each element has a code of `bits` bits. `levels` is the largest magnitude of a code. A message holds the scales of
+    all blocks in `scale_dtype`, and then the codes as a little-endian bit string, each zero-padded to a multiple of
+    `ALIGNMENT` bytes. Kinds:
 
     - "absmax": s = max|x| / `levels`; codes are round(x / s) in two's complement.
     - "norm": s = ||x||_2 / `levels`; codes as for "absmax".
@@ -64,6 +73,20 @@ class BlockFormat:
     levels: int
     bits: int
     block_size: int
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def largest_scale(self) -> float:
+        """Return the largest scale whose products with codes stay within the range of bf16."""
+        return scale_limit(self.scale_dtype, self.levels)
+
+    def message_bytes(self, numel: int) -> int:
+        """Return the size in bytes of a message of `numel` elements."""
+        return aligned(self.scale_bytes(numel)) + aligned(self.code_bytes(numel))
+
+    def scale_bytes(self, numel: int) -> int:
+        """Return the size in bytes of the scales of `numel` elements."""
+        return -(-numel // self.block_size) * self.scale_dtype.itemsize
 
     def code_bytes(self, numel: int) -> int:
         """Return the size in bytes of the packed codes of `numel` elements."""
@@ -166,6 +189,7 @@ class MessageTable:
 
     rows: Tensor
     _derived: dict[object, Tensor] = field(default_factory=dict)
+    _checked: set[object] = field(default_factory=set)
 
     def derive(self, name: object, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor `name` that `make` makes, at the first call, from this table."""
@@ -219,13 +243,10 @@ class MessageTable:
         """
         if self.ends[2] > size:
             raise ValueError(f"expected messages of {self.ends[2]} bytes, got {size}")
-        self.derive(kind, lambda: self._check_bytes(bytes_of))
-
-    def _check_bytes(self, bytes_of: Callable[[int], int]) -> Tensor:
-        for row in self.values:
-            if row[END] - row[BEGIN] != bytes_of(row[NUMEL]) or row[BEGIN] % 4:
+        for row in self.values if kind not in self._checked else ():
+            if row[END] - row[BEGIN] != bytes_of(row[NUMEL]) or row[BEGIN] % ALIGNMENT:
                 raise ValueError(f"message of {row[END] - row[BEGIN]} bytes for {row[NUMEL]} elements")
-        return self.rows
+        self._checked.add(kind)
 
 
 @lru_cache(maxsize=1024)

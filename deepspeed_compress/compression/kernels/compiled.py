@@ -33,12 +33,15 @@ FLAGS = (
 def load_library() -> ctypes.CDLL:
     """Return the library from the cache, or build it now (a few seconds; processes of one machine wait for each other).
 
-    It is stored under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions.
+    It is stored where DeepSpeed's ops are too: under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions.
 
     Raises:
         RuntimeError, OSError: the library cannot be built. The message is the compiler's.
     """
-    path = _directory() / _library_name()
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    directory = Path(named).resolve() if named else Path.home() / ".cache" / "torch_extensions"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"deepspeed_compress_{_fingerprint()}.so"
     if not path.exists():
         path.with_suffix(".lock").touch()
         with locked(path.with_suffix(".lock")):
@@ -54,18 +57,6 @@ def instruction_set(library: ctypes.CDLL) -> str:
     return str(function().decode())
 
 
-def _directory() -> Path:
-    """Return the directory of torch's extensions, where DeepSpeed's ops are too, and create it."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    directory = Path(named).resolve() if named else Path.home() / ".cache" / "torch_extensions"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-def _library_name() -> str:
-    return f"deepspeed_compress_{_fingerprint()}.so"
-
-
 def _flags() -> list[str]:
     """Return the compiler's options."""
     return [*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
@@ -73,15 +64,12 @@ def _flags() -> list[str]:
 
 def _fingerprint() -> str:
     """Return a hash of everything that the library depends on; machines of several kinds may share a home."""
-    parts = [*_flags(), os.environ.get("CXX", ""), torch.__version__, platform.machine(), _processor_features()]
-    texts = (file.read_text() for file in (*SOURCES, *_HEADERS))
-    return hashlib.sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:16]
-
-
-def _processor_features() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
-    return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+    parts = [*_flags(), os.environ.get("CXX", ""), torch.__version__, platform.machine(), features]
+    texts = (file.read_text() for file in (*SOURCES, *_HEADERS))
+    return hashlib.sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:16]
 
 
 def _build(path: Path) -> None:

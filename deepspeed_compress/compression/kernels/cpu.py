@@ -6,7 +6,6 @@ round differently. Kernels use `torch.get_num_threads` threads.
 
 import ctypes
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +13,12 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.arguments import (
     FIRST,
-    LEVELS,
     SOURCE,
     BlockFormat,
     Keys,
     MessageTable,
     ResidualBuffers,
-    scale_limit,
+    aligned,
 )
 from deepspeed_compress.compression.kernels.compiled import load_library
 
@@ -149,13 +147,6 @@ def square_norm(values: Tensor) -> Tensor:
     return out
 
 
-def _limit(form: BlockFormat, dtype: torch.dtype) -> float:
-    """Return the largest scale of `form` in `dtype`."""
-    fit = LEVELS.get(form.kind)
-    factor = {"absmax": form.levels, "norm": form.levels, "mean": 1}[form.kind] if fit is None else fit.magnitudes[-1]
-    return scale_limit(dtype, factor)
-
-
 def _residual_arguments(residual: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
     before, dtype = _at(residual.before, numel, torch.float32, torch.bfloat16), residual.before.dtype
     return _TYPES[dtype], before, residual.decay, _at(residual.after, numel, dtype)
@@ -165,7 +156,6 @@ def quantize_messages(
     x: Tensor,
     at: int,
     form: BlockFormat,
-    dtype: torch.dtype,
     out: Tensor,
     table: MessageTable,
     keys: Keys | None,
@@ -174,10 +164,10 @@ def quantize_messages(
     """See `reference.quantize_messages`."""
     _check_form(form)
     table.check_elements(at, x.numel())
-    table.check_bytes(out.numel(), (form, dtype), partial(_message_bytes, form, dtype))
+    table.check_bytes(out.numel(), form, form.message_bytes)
     _LIBRARY.compress_quantize_messages(
         *(_at(x, 0, _FP32), at, table.rows.data_ptr(), len(table.rows)),
-        *(_KINDS[form.kind], form.levels, form.bits, form.block_size, _limit(form, dtype), _TYPES[dtype]),
+        *(_KINDS[form.kind], form.levels, form.bits, form.block_size, form.largest_scale, _TYPES[form.scale_dtype]),
         *(_at(out, 0, torch.uint8), keys is not None, *((keys.state, keys.sender) if keys else (0, 0))),
         *(_NO_RESIDUAL if residual is None else _residual_arguments(residual, table.ends[FIRST])),
         torch.get_num_threads(),
@@ -185,28 +175,16 @@ def quantize_messages(
 
 
 def dequantize_messages(
-    payloads: Tensor,
-    form: BlockFormat,
-    dtype: torch.dtype,
-    table: MessageTable,
-    out: Tensor,
-    at: int,
-    scale: float,
-    add: bool,
+    payloads: Tensor, form: BlockFormat, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
 ) -> None:
     """See `reference.dequantize_messages`. Makes one pass over `out`."""
     _check_form(form)
     table.check_elements(at, out.numel())
-    table.check_bytes(payloads.shape[1], (form, dtype), partial(_message_bytes, form, dtype))
+    table.check_bytes(payloads.shape[1], form, form.message_bytes)
     _LIBRARY.compress_dequantize_messages(
-        *(*_rows_at(payloads), table.rows.data_ptr(), len(table.rows), _TYPES[dtype]),
+        *(*_rows_at(payloads), table.rows.data_ptr(), len(table.rows), _TYPES[form.scale_dtype]),
         *(_KINDS[form.kind], form.bits, form.block_size, _at(out, 0, _FP32), at, scale, add, torch.get_num_threads()),
     )
-
-
-def _message_bytes(form: BlockFormat, dtype: torch.dtype, numel: int) -> int:
-    blocks = -(-numel // form.block_size)
-    return -(-blocks * dtype.itemsize // 4) * 4 + -(-form.code_bytes(numel) // 4) * 4
 
 
 def _rows_at(payloads: Tensor) -> tuple[int, int, int]:
@@ -224,7 +202,7 @@ def _rows_at(payloads: Tensor) -> tuple[int, int, int]:
 def cast_messages(x: Tensor, at: int, dtype: torch.dtype, out: Tensor, table: MessageTable) -> None:
     """See `reference.cast_messages`."""
     table.check_elements(at, x.numel())
-    table.check_bytes(out.numel(), dtype, partial(_cast_bytes, dtype))
+    table.check_bytes(out.numel(), dtype, lambda numel: aligned(numel * dtype.itemsize))
     _LIBRARY.compress_cast_messages(
         *(_at(x, 0, _FP32), at, table.rows.data_ptr(), len(table.rows), _TYPES[dtype], _at(out, 0, torch.uint8)),
         torch.get_num_threads(),
@@ -236,15 +214,11 @@ def add_cast_messages(
 ) -> None:
     """See `reference.add_cast_messages`."""
     table.check_elements(at, out.numel())
-    table.check_bytes(payloads.shape[1], dtype, partial(_cast_bytes, dtype))
+    table.check_bytes(payloads.shape[1], dtype, lambda numel: aligned(numel * dtype.itemsize))
     _LIBRARY.compress_add_cast_messages(
         *(*_rows_at(payloads), table.rows.data_ptr(), len(table.rows), _TYPES[dtype]),
         *(_at(out, 0, _FP32), at, scale, add, torch.get_num_threads()),
     )
-
-
-def _cast_bytes(dtype: torch.dtype, numel: int) -> int:
-    return -(-numel * dtype.itemsize // 4) * 4
 
 
 def copy_runs(x: Tensor, out: Tensor, table: MessageTable, back: bool) -> None:
@@ -305,23 +279,14 @@ def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     if max(height, width) > _DCT_TILE:
         reference.dct_tiles(tiles, out, inverse)
         return
-    for one in (tiles, out):
-        _check_view(one, tiles.shape)
+    for view in (tiles, out):
+        has_contiguous_rows = view.stride(3) == 1 or view.shape[3] == 1
+        if view.dtype != _FP32 or view.device.type != "cpu" or view.shape != tiles.shape or not has_contiguous_rows:
+            raise ValueError(f"expected fp32 tiles {list(tiles.shape)} with contiguous rows, got {_describe(view)}")
     _LIBRARY.compress_dct(
         *(tiles.data_ptr(), _STRIDES(*tiles.stride()[:3]), out.data_ptr(), _STRIDES(*out.stride()[:3])),
         *(rows, columns, height, width, inverse, torch.get_num_threads()),
     )
-
-
-def _check_view(view: Tensor, shape: torch.Size) -> None:
-    """Check that `view` is fp32 on the CPU, of `shape`, with contiguous rows.
-
-    Raises:
-        ValueError: it is not.
-    """
-    has_contiguous_rows = view.stride(3) == 1 or view.shape[3] == 1
-    if view.dtype != _FP32 or view.device.type != "cpu" or view.shape != shape or not has_contiguous_rows:
-        raise ValueError(f"expected fp32 tiles {list(shape)} with contiguous rows, got {_describe(view)}")
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:

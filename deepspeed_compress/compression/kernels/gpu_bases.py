@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.gpu_launch import flat, power_of_two, programs
+from deepspeed_compress.compression.kernels.gpu_bits import flat, power_of_two, programs
 from deepspeed_compress.compression.kernels.reference import dct_matrix
 
 _WARP_TILE = 1024

@@ -1,4 +1,4 @@
-"""Triton programs for numbers outside of blocks: uniform random numbers, and casts.
+"""Launching of Triton programs, and those for numbers outside of blocks: uniform random numbers, and casts.
 
 A tensor of bf16 is passed as int16, its bits: rounding them as integers gives the same result on every device. Programs
 must be launched with `enable_fp_fusion=False`, because the reference rounds every product and every sum separately.
@@ -8,11 +8,77 @@ must be launched with `enable_fp_fusion=False`, because the reference rounds eve
 # Triton compiles the code after a branch that returns, so code that must not be compiled is in an else branch.
 # ruff: noqa: RET505
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels import reference
 
 _INFINITY = tl.constexpr(float("inf"))
 _BF16_NAN = tl.constexpr(0x7FC0)
+
+TILE = 2048
+"""Elements per program. With `_PER_WARP`, this keeps four 16-byte loads per thread in flight."""
+_PER_WARP = 512
+
+
+def programs(count: int, each: int) -> tuple[int]:
+    return (-(-count // each),)
+
+
+def power_of_two(size: int, least: int) -> int:
+    """Return the smallest power of two that is at least `size`, or `least` if that is larger."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def warps(tile: int) -> int:
+    return max(4, tile // _PER_WARP)
+
+
+def halves(key: int) -> list[int]:
+    """Return the low and high 32 bits of `key` as int32. A larger number would make Triton compile another program."""
+    return [half - ((half & 0x80000000) << 1) for half in (key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF)]
+
+
+def flat(*tensors: Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return `x`, viewed as int16 if it is bf16, as the programs expect it."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
+    """See `reference.uniform`."""
+    if isinstance(key, Tensor):
+        return reference.uniform(count, key, device)
+    out = torch.empty(count, dtype=torch.float32, device=device)
+    with torch.cuda.device(out.get_device()):
+        uniform_numbers[programs(count, TILE)](out, count, *halves(key), tile=TILE, num_warps=4)
+    return out
+
+
+def cast(x: Tensor, out: Tensor) -> None:
+    """See `reference.cast`."""
+    if not flat(x, out):
+        return reference.cast(x, out)
+    limit = torch.finfo(out.dtype).max
+    with torch.cuda.device(x.get_device()):
+        cast_numbers[programs(x.numel(), TILE)](x, bits(out), x.numel(), limit=limit, tile=TILE, num_warps=4)
+    return None
+
+
+def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
+    """See `reference.add_cast`."""
+    if not flat(values, out):
+        return reference.add_cast(values, out, scale)
+    with torch.cuda.device(out.get_device()):
+        add_scaled[programs(out.numel(), TILE)](
+            bits(values), out, out.numel(), scale, tile=TILE, num_warps=4, enable_fp_fusion=False
+        )
+    return None
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.arguments import (
     BEGIN,
     CHANNEL,
@@ -26,11 +27,9 @@ from deepspeed_compress.compression.kernels.arguments import (
     Keys,
     MessageTable,
     ResidualBuffers,
-    scale_limit,
 )
-from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, load, saturated, store
+from deepspeed_compress.compression.kernels.gpu_bits import TILE, as_fp32, bits, halves, load, saturated, store, warps
 from deepspeed_compress.compression.kernels.gpu_blocks import accumulate, encode_tile, load_packed
-from deepspeed_compress.compression.kernels.gpu_launch import TILE, bits, halves, warps
 
 _WIDTH = tl.constexpr(9)
 """Columns of a table of tiles: `SOURCE` and `FIRST` of the tile, its remaining elements, the place of its first scale
@@ -38,19 +37,29 @@ or value, the first byte of its codes, the bytes or values from there to the end
 element in the message, owner and channel."""
 _TOGETHER = tl.constexpr(4)
 """Messages that a program adds at once, with all their codes in registers."""
+_MAX_BLOCK = 4096
+_KINDS = frozenset({"absmax", "norm", "mean", "lloyd", "eight"})
+_WIDTHS = frozenset({1, 2, 3, 4, 8})
 
 
-def _tiles(table: MessageTable, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row, the number of the tile within its message, and the columns SOURCE to NUMEL of each tile."""
+def _covers(form: BlockFormat) -> bool:
+    """Return True if programs encode `form`: power-of-two sizes up to 4096 whose codes fill whole bytes."""
+    size = form.block_size
+    is_covered = form.kind in _KINDS and form.bits in _WIDTHS and size & (size - 1) == 0 and size <= _MAX_BLOCK
+    return is_covered and size * form.bits % 8 == 0
+
+
+def _tiles(table: MessageTable, size: int) -> tuple[Tensor, Tensor]:
+    """Return the number of each tile of `size` elements within its message, and the row of this message."""
     counts = -(-table.rows[:, NUMEL] // size)
     row = torch.repeat_interleave(torch.arange(len(counts)), counts)
     within = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    return row, within, table.rows[row]
+    return within, table.rows[row]
 
 
-def _block_tiles(table: MessageTable, form: BlockFormat, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
-    _, within, rows = _tiles(table, size)
-    done, itemsize = within * size, dtype.itemsize
+def _block_tiles(table: MessageTable, form: BlockFormat, size: int, device: torch.device) -> Tensor:
+    within, rows = _tiles(table, size)
+    done, itemsize = within * size, form.scale_dtype.itemsize
     number_bytes = -(-rows[:, NUMEL] // form.block_size) * itemsize
     codes = rows[:, BEGIN] + (number_bytes + 3) // 4 * 4 + done * form.bits // 8
     # A program needs no larger numbers of remaining elements and bytes, which are int32 there.
@@ -64,7 +73,7 @@ def _block_tiles(table: MessageTable, form: BlockFormat, dtype: torch.dtype, siz
 
 
 def _value_tiles(table: MessageTable, itemsize: int, device: torch.device) -> Tensor:
-    _, within, rows = _tiles(table, TILE)
+    within, rows = _tiles(table, TILE)
     done = within * TILE
     begin, nothing = rows[:, BEGIN] // itemsize + done, torch.zeros_like(done)
     columns = (
@@ -74,10 +83,10 @@ def _value_tiles(table: MessageTable, itemsize: int, device: torch.device) -> Te
     return torch.stack(columns, dim=1).to(device)
 
 
-def _padding(table: MessageTable, form: BlockFormat, itemsize: int, device: torch.device) -> Tensor:
+def _padding(table: MessageTable, form: BlockFormat, device: torch.device) -> Tensor:
     """Return the places of the unused 16-bit numbers between scales and codes."""
     blocks = -(-table.rows[:, NUMEL] // form.block_size)
-    return (table.rows[:, BEGIN] // itemsize + blocks)[blocks % 2 == 1].to(device)
+    return (table.rows[:, BEGIN] // 2 + blocks)[blocks % 2 == 1].to(device)
 
 
 def _alignment(table: MessageTable, at: int, x: Tensor) -> int:
@@ -89,56 +98,56 @@ def quantize_messages(
     x: Tensor,
     at: int,
     form: BlockFormat,
-    dtype: torch.dtype,
     out: Tensor,
     table: MessageTable,
     keys: Keys | None,
     residual: ResidualBuffers | None,
 ) -> None:
-    """Launch `_encode`; see `reference.quantize_messages`."""
+    """See `reference.quantize_messages`. Launches one program, and one more for scales of 16 bits."""
+    if not _covers(form):
+        return reference.quantize_messages(x, at, form, out, table, keys, residual)
     before, after, decay = (residual.before, residual.after, residual.decay) if residual is not None else (x, x, 0.0)
-    group = max(1, TILE // form.block_size)
+    group, dtype = max(1, TILE // form.block_size), form.scale_dtype
     size, device = group * form.block_size, x.device
-    tiles = table.derive((device, form, dtype), partial(_block_tiles, table, form, dtype, size, device))
+    tiles = table.derive((device, form), partial(_block_tiles, table, form, size, device))
     state, sender = (keys.state, keys.sender) if keys is not None else (0, 0)
     if not len(tiles):
-        return
-    _encode[(len(tiles),)](
-        x, bits(before), bits(after), bits(out.view(dtype)), out, tiles, decay, *halves(state), *halves(sender),
-        at=at, kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
-        limit=scale_limit(dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
-        has_residual=residual is not None, stochastic=keys is not None, x_alignment=_alignment(table, at, x),
-        alignment=math.gcd(4, out.data_ptr()), num_warps=warps(size), enable_fp_fusion=False,
-    )  # fmt: skip
-    if dtype.itemsize < 4:
-        places = table.derive(("padding", device, form), partial(_padding, table, form, dtype.itemsize, device))
-        if len(places):
-            out.view(torch.int16).index_fill_(0, places, 0)
+        return None
+    with torch.cuda.device(x.get_device()):
+        _encode[(len(tiles),)](
+            x, bits(before), bits(after), bits(out.view(dtype)), out, tiles, decay, *halves(state), *halves(sender),
+            at=at, kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
+            limit=form.largest_scale, after_limit=torch.finfo(after.dtype).max,
+            has_residual=residual is not None, stochastic=keys is not None, x_alignment=_alignment(table, at, x),
+            alignment=math.gcd(4, out.data_ptr()), num_warps=warps(size), enable_fp_fusion=False,
+        )  # fmt: skip
+        if dtype.itemsize < 4:
+            places = table.derive(("padding", device, form), partial(_padding, table, form, device))
+            if len(places):
+                out.view(torch.int16).index_fill_(0, places, 0)
+    return None
 
 
 def dequantize_messages(
-    payloads: Tensor,
-    form: BlockFormat,
-    dtype: torch.dtype,
-    table: MessageTable,
-    out: Tensor,
-    at: int,
-    scale: float,
-    add: bool,
+    payloads: Tensor, form: BlockFormat, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
 ) -> None:
-    """Launch `_decode`; see `reference.dequantize_messages`."""
-    group = max(1, TILE // form.block_size)
+    """See `reference.dequantize_messages`. Launches one program."""
+    if not _covers(form):
+        return reference.dequantize_messages(payloads, form, table, out, at, scale, add)
+    group, dtype = max(1, TILE // form.block_size), form.scale_dtype
     size, device = group * form.block_size, out.device
-    tiles = table.derive((device, form, dtype), partial(_block_tiles, table, form, dtype, size, device))
+    tiles = table.derive((device, form), partial(_block_tiles, table, form, size, device))
     if not len(tiles):
-        return
+        return None
     flat, stride = _flat(payloads)
-    _decode[(len(tiles),)](
-        bits(flat.view(dtype)), flat, out, tiles, len(payloads), stride, stride // dtype.itemsize, scale,
-        at=at, kind=form.kind, bits=form.bits, block=form.block_size, group=group, add=add,
-        x_alignment=_alignment(table, at, out), alignment=math.gcd(4, flat.data_ptr()),
-        num_warps=warps(size), enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device(out.get_device()):
+        _decode[(len(tiles),)](
+            bits(flat.view(dtype)), flat, out, tiles, len(payloads), stride, stride // dtype.itemsize, scale,
+            at=at, kind=form.kind, bits=form.bits, block=form.block_size, group=group, add=add,
+            x_alignment=_alignment(table, at, out), alignment=math.gcd(4, flat.data_ptr()),
+            num_warps=warps(size), enable_fp_fusion=False,
+        )  # fmt: skip
+    return None
 
 
 def _flat(payloads: Tensor) -> tuple[Tensor, int]:

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.gpu_bits import load
-from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_of_two, programs, warps
+from deepspeed_compress.compression.kernels.gpu_bits import TILE, flat, load, power_of_two, programs, warps
 
 _MAX_ROW = 8192
 _SIGN = tl.constexpr(0x7FFFFFFF)

@@ -25,6 +25,7 @@ from deepspeed_compress.compression.kernels.arguments import (
     Keys,
     MessageTable,
     ResidualBuffers,
+    aligned,
 )
 
 pack_bits, unpack_bits = reference_bits.pack_bits, reference_bits.unpack_bits
@@ -87,7 +88,8 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     NaN is larger than everything; among equal magnitudes, the lower column wins. The k largest elements lie in the k
     groups with the largest maxima, so most elements are only compared within their group.
     """
-    magnitudes = _magnitudes(rows)
+    # The bits without the sign are in the order of the magnitudes, with NaN above infinity.
+    magnitudes = rows.view(torch.int32) & 0x7FFFFFFF
     group = 1 << max(0, round(math.log2(rows.shape[1] / k) / 2))
     # Padding zeros never win: they lose ties because they come last.
     magnitudes = F.pad(magnitudes, (0, -rows.shape[1] % group))
@@ -114,11 +116,6 @@ def top_k_rows_of_sum(rows: Tensor, k: int, residual: ResidualBuffers) -> tuple[
     return columns, total.gather(1, columns)
 
 
-def _magnitudes(x: Tensor) -> Tensor:
-    """Return int32 numbers in the order of |x| (fp32), with NaN above infinity: the bits without the sign."""
-    return x.view(torch.int32) & 0x7FFFFFFF
-
-
 def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
     """Return the `columns` (int64 [r, c]) with the `k` largest `magnitudes` (int32 [r, c]): int64 [r, k].
 
@@ -143,12 +140,7 @@ def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, 
 
 
 def _quantize_blocks(
-    x: Tensor,
-    form: BlockFormat,
-    numbers: Tensor,
-    codes: Tensor,
-    key: int | None = None,
-    residual: ResidualBuffers | None = None,
+    x: Tensor, form: BlockFormat, numbers: Tensor, codes: Tensor, key: int | None, residual: ResidualBuffers | None
 ) -> None:
     """Quantize the blocks of `x`.
 
@@ -191,7 +183,6 @@ def quantize_messages(
     x: Tensor,
     at: int,
     form: BlockFormat,
-    dtype: torch.dtype,
     out: Tensor,
     table: MessageTable,
     keys: Keys | None,
@@ -199,13 +190,10 @@ def quantize_messages(
 ) -> None:
     """Apply `_quantize_blocks` to each message of `table`.
 
-    A message consists of its scales in `dtype` and its codes, each zero-padded to a multiple of 4 bytes.
-
     Args:
         x: flat fp32, whose messages begin at column `at` of the table.
         at: column of the table.
-        form: format of the blocks.
-        dtype: dtype of the scales.
+        form: format of the messages.
         out: uint8, the messages.
         table: place of each message.
         keys: keys of stochastic rounding.
@@ -213,21 +201,14 @@ def quantize_messages(
     """
     for row in table.values:
         first, numel = row[FIRST], row[NUMEL]
-        numbers, codes = _fields(out[row[BEGIN] : row[END]], form, dtype, numel, clear=True)
+        numbers, codes = _fields(out[row[BEGIN] : row[END]], form, numel, clear=True)
         part = None if residual is None else residual.part(first, first + numel)
         key = None if keys is None else keys.of(row[OWNER], row[CHANNEL])
         _quantize_blocks(x[row[at] : row[at] + numel], form, numbers, codes, key, part)
 
 
 def dequantize_messages(
-    payloads: Tensor,
-    form: BlockFormat,
-    dtype: torch.dtype,
-    table: MessageTable,
-    out: Tensor,
-    at: int,
-    scale: float,
-    add: bool,
+    payloads: Tensor, form: BlockFormat, table: MessageTable, out: Tensor, at: int, scale: float, add: bool
 ) -> None:
     """Add `scale` times the messages of `payloads` (uint8 [n, bytes]), in order, to their elements of `out`.
 
@@ -239,19 +220,16 @@ def dequantize_messages(
         if not add:
             target.zero_()
         for payload in payloads:
-            numbers, codes = _fields(payload[row[BEGIN] : row[END]], form, dtype, numel)
+            numbers, codes = _fields(payload[row[BEGIN] : row[END]], form, numel)
             _dequantize_blocks_add(numbers, codes, form, target, scale)
 
 
-def _fields(
-    message: Tensor, form: BlockFormat, dtype: torch.dtype, numel: int, clear: bool = False
-) -> tuple[Tensor, Tensor]:
+def _fields(message: Tensor, form: BlockFormat, numel: int, clear: bool = False) -> tuple[Tensor, Tensor]:
     """Return the scales and the codes in a message. If `clear`, set the bytes between them to zero."""
-    size = -(-numel // form.block_size) * dtype.itemsize
-    begin = -(-size // 4) * 4
+    size = form.scale_bytes(numel)
     if clear:
-        message[size:begin].zero_()
-    return message[:size].view(dtype), message[begin:]
+        message[size : aligned(size)].zero_()
+    return message[:size].view(form.scale_dtype), message[aligned(size) :]
 
 
 def cast_messages(x: Tensor, at: int, dtype: torch.dtype, out: Tensor, table: MessageTable) -> None:

@@ -54,20 +54,20 @@ def _quantize(
     kept = torch.zeros(x.numel(), dtype=memory, device=x.device) if memory is not None else None
     feedback = ResidualBuffers(kept, 1.0, kept) if kept is not None else None
     keys = KEYS if stochastic else None
-    return lambda: kernels.quantize_messages(x, FIRST, form, torch.float32, out, table, keys, feedback)
+    return lambda: kernels.quantize_messages(x, FIRST, form, out, table, keys, feedback)
 
 
 def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int = 1) -> Callable[[], object]:
     """Return a call that adds the messages of `ranks` ranks, each with as many elements as `x`, to a sum."""
     table, out = _message(form, x)
-    kernels.quantize_messages(x, FIRST, form, torch.float32, out, table, None, None)
+    kernels.quantize_messages(x, FIRST, form, out, table, None, None)
     payloads, total = out.repeat(ranks, 1), torch.zeros_like(x)
-    return lambda: kernels.dequantize_messages(payloads, form, torch.float32, table, total, FIRST, 0.5, True)
+    return lambda: kernels.dequantize_messages(payloads, form, table, total, FIRST, 0.5, True)
 
 
 def _message(form: BlockFormat, x: Tensor) -> tuple[MessageTable, Tensor]:
     """Return the table of one message of `x`, and a buffer for it."""
-    size = 4 * -(-x.numel() // form.block_size) + -(-form.code_bytes(x.numel()) // 4) * 4
+    size = form.message_bytes(x.numel())
     return single(x.numel(), size), torch.empty(size, dtype=torch.uint8, device=x.device)
 
 

@@ -1,7 +1,7 @@
-"""Reduction on two levels with ranks as threads, compared with explicit sums."""
+"""Reduction on two levels, and to the ranks of a node, with ranks as threads: compared with explicit sums."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.backends.groups import split_by_node
 from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.collectives.reducer import Run, StepClock
-from deepspeed_compress.collectives.two_level import HierarchicalReducer
+from deepspeed_compress.collectives.two_level import HierarchicalReducer, HybridReducer
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError
@@ -22,22 +22,31 @@ from tests.support.threads import run_nodes
 
 SAMPLED = pytest.mark.sampled(3)
 
-T = TypeVar("T")
+R, T = TypeVar("R"), TypeVar("T")
 FP32 = Cast(torch.float32)
 STOCHASTIC = Blockwise(8, 32, stochastic=True)
-every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3, 2)])
+SHAPES = [(2, 2), (2, 3), (3, 2)]
+every_shape = pytest.mark.parametrize(("nodes", "locals_"), SHAPES)
+every_partition = pytest.mark.parametrize(
+    "make", [interleaved, lambda ranks: even_partition([("w", 101), ("b", 3)], ranks)]
+)
+sums_in_both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def run_hierarchy(
+def run_levels(
+    make: Callable[..., R],
     nodes: int,
     locals_: int,
     inside: Compressor,
     between: Compressor,
-    work: Callable[[HierarchicalReducer, int], T],
+    work: Callable[[R, int], T],
     feedback: bool = False,
     chunk_numel: int | None = None,
 ) -> list[T]:
-    """Run `work(reducer, rank)` on every rank, with rank = node * locals_ + local."""
+    """Run `work(reducer, rank)` on every rank, with rank = node * locals_ + local, and the reducer that `make` returns.
+
+    `make` gets the group of all ranks, and the reducers inside a node and between nodes.
+    """
 
     def on_rank(whole: ProcessGroup, inner: ProcessGroup, outer: ProcessGroup, rank: int) -> T:
         clock = StepClock()
@@ -45,15 +54,25 @@ def run_hierarchy(
             payload_reducer(group, codec, Run(clock, Meter()), feedback, chunk_numel)
             for group, codec in ((inner, inside), (outer, between))
         ]
-        return work(HierarchicalReducer(whole, *levels), rank)
+        return work(make(whole, *levels), rank)
 
     return run_nodes(nodes, locals_, on_rank)
 
 
+def run_hierarchy(
+    nodes: int, locals_: int, inside: Compressor, between: Compressor, work: Callable[..., T], **options: Any
+) -> list[T]:
+    return run_levels(HierarchicalReducer, nodes, locals_, inside, between, work, **options)
+
+
+def run_copies(nodes: int, locals_: int, between: Compressor, work: Callable[..., T], **options: Any) -> list[T]:
+    return run_levels(lambda _, *levels: HybridReducer(*levels), nodes, locals_, FP32, between, work, **options)
+
+
 @SAMPLED
 @every_shape
-@pytest.mark.parametrize("make", [interleaved, lambda ranks: even_partition([("w", 101), ("b", 3)], ranks)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_partition
+@sums_in_both
 def test_exact_levels_sum_over_all_ranks(
     nodes: int, locals_: int, make: Callable[[int], Partition], dtype: torch.dtype
 ) -> None:
@@ -182,3 +201,49 @@ def test_nodes_are_runs_of_consecutive_ranks(
 def test_groups_that_do_not_fit_nodes_are_refused(group: range, size: int, world: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"/gradients/hierarchy/ranks_per_node: {size} .*{reason}"):
         split_by_node(group, size, world)
+
+
+@pytest.mark.parametrize(("nodes", "locals_"), [*SHAPES, (3, 1)])
+@every_partition
+@sums_in_both
+def test_exact_levels_sum_over_all_copies(
+    nodes: int, locals_: int, make: Callable[[int], Partition], dtype: torch.dtype
+) -> None:
+    partition = make(locals_)
+    buckets = [integers(rank, partition.numel, dtype) for rank in range(nodes * locals_)]
+    total = sum(bucket.float() for bucket in buckets) * 0.5
+
+    def work(reducer: HybridReducer, rank: int) -> tuple[Tensor, Tensor]:
+        return reduced_both_ways(reducer, buckets[rank], partition, 0.5)
+
+    for rank, (scattered, everywhere) in enumerate(run_copies(nodes, locals_, FP32, work)):
+        own = partition.owned_by(rank % locals_)
+        assert torch.equal(everywhere, total.to(dtype))
+        assert torch.equal(gather(scattered, own), gather(total.to(dtype), own))
+        others = [segment for segment in partition.segments if segment.owner != rank % locals_]
+        assert torch.equal(gather(scattered, others), gather(buckets[rank], others))
+
+
+@pytest.mark.parametrize("codec", [Blockwise(4, 32), STOCHASTIC], ids=repr)
+def test_all_copies_get_the_same_bits(codec: Compressor) -> None:
+    partition = interleaved(2)
+
+    def work(reducer: HybridReducer, rank: int) -> Tensor:
+        bucket = torch.randn(partition.numel, generator=torch.Generator().manual_seed(rank))
+        reducer.reduce_scatter(bucket, partition, 1.0)
+        return gather(bucket, partition.owned_by(rank % 2))
+
+    found = run_copies(3, 2, codec, work, feedback=True)
+    for rank, part in enumerate(found):
+        assert torch.equal(part, found[rank % 2])
+    assert not torch.equal(found[0][:10], found[1][:10])
+
+
+def test_each_rank_sends_only_its_part_between_nodes() -> None:
+    partition = even_partition([("w", 400)], 2)
+
+    def work(reducer: HybridReducer, rank: int) -> list[int]:
+        return [transfer.bytes for transfer in reducer.transfers(partition, everywhere=False)]
+
+    # Inside a node: half of the elements. Between nodes: half of the part in each direction.
+    assert run_copies(2, 2, FP32, work) == [[800, 800]] * 4
