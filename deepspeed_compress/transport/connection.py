@@ -68,11 +68,6 @@ class Connection:
         self._sending = threading.Lock()
 
     @property
-    def is_open(self) -> bool:
-        """Return False once this side has noticed that the connection cannot be used any more."""
-        return self._channel.is_open
-
-    @property
     def own_address(self) -> str:
         """Return the IP address of this side."""
         return str(self._channel.socket.getsockname()[0])
@@ -120,8 +115,13 @@ class Connection:
             for _ in self.pieces():
                 pass
             header = memoryview(bytearray(HEADER.size))
-            begun = self._begin(header, timeout)
-            return None if not begun else self._rest_of_head(header, begun, body)
+            try:
+                begun = self._channel.read_some(header, None if timeout is None else time.monotonic() + timeout)
+            except TimeoutError:
+                return None
+            if not begun:
+                raise ConnectionClosedError("the other side has closed the connection")
+            return self._rest_of_head(header, begun, body)
 
     def arrived(self, wait: float) -> list[dict[str, Any]]:
         """Return the heads of all frames that have arrived, waiting at most `wait` seconds for the first one."""
@@ -157,7 +157,7 @@ class Connection:
             yield piece
 
     def has_hung_up(self) -> bool:
-        """Return True if the other side has closed the connection. Does not read."""
+        """Return True if either side has closed the connection. Does not read."""
         return self._channel.has_hung_up()
 
     def end(self) -> None:
@@ -182,16 +182,6 @@ class Connection:
         except BaseException:
             self._channel.end()
             raise
-
-    def _begin(self, header: memoryview, timeout: float | None) -> int:
-        """Read the first bytes of a header, and return how many; 0 if none arrived in time."""
-        try:
-            count = self._channel.read_some(header, None if timeout is None else time.monotonic() + timeout)
-        except TimeoutError:
-            return 0
-        if not count:
-            raise ConnectionClosedError("the other side has closed the connection")
-        return count
 
     def _rest_of_head(self, header: memoryview, begun: int, body: int | None) -> dict[str, Any]:
         deadline = time.monotonic() + self.limits.patience

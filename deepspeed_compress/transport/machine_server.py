@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -124,7 +124,12 @@ class SendQueue:
             self._change.notify_all()
 
     def _write(self) -> None:
-        while (frame := self._next()) is not None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                frame = self._waiting.popleft()
             try:
                 self._connection.send_encoded(frame)
             except OSError:
@@ -132,18 +137,6 @@ class SendQueue:
             with self._change:
                 self._bytes -= len(frame)
                 self._change.notify_all()
-
-    def _next(self) -> bytes | None:
-        with self._change:
-            self._change.wait_for(lambda: self._waiting or self._ended)
-            return None if self._ended else self._waiting.popleft()
-
-
-def flush_all(queues: Iterable[SendQueue], seconds: float) -> None:
-    """Flush all of `queues` within `seconds` together."""
-    deadline = time.monotonic() + seconds
-    for queue in queues:
-        queue.flush(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass
@@ -230,9 +223,12 @@ class MachineServer:
             self.stop()
 
     def _flush(self) -> None:
+        """Flush all queues within `FLUSH` together."""
+        deadline = time.monotonic() + FLUSH
         with self._lock:
             queues = [client.outgoing for client in self._clients.values()]
-        flush_all(queues, FLUSH)
+        for queue in queues:
+            queue.flush(max(0.0, deadline - time.monotonic()))
 
     def _attend(self, connection: Connection) -> None:
         """Serve one connection until it ends. A malformed message ends it, and silence.
@@ -255,7 +251,11 @@ class MachineServer:
         finally:
             client.outgoing.end()
             with self._lock:
-                self._disconnect(client, why)
+                # Otherwise it never joined, or has connected again in the meantime.
+                if self._clients.get(client.name) is client:
+                    del self._clients[client.name]
+                    self._machine.disconnect(client.name, time.monotonic(), why)
+                    self._deliver()
 
     def _handle(self, client: _ConnectedClient, head: Message) -> None:
         now = time.monotonic()
@@ -282,14 +282,6 @@ class MachineServer:
         if former is not None and former is not client:
             former.connection.end()
         client.name, self._clients[name] = name, client
-
-    def _disconnect(self, client: _ConnectedClient, why: str) -> None:
-        if self._clients.get(client.name) is not client:
-            # It never joined, or has connected again in the meantime.
-            return
-        del self._clients[client.name]
-        self._machine.disconnect(client.name, time.monotonic(), why)
-        self._deliver()
 
     def _deliver(self) -> None:
         """Send messages, after saving the state: an island that was told an outcome must find it again later.

@@ -148,6 +148,7 @@ class Server:
         self._crowd = _Crowd(bounds.pending)
         self._threads: dict[Channel, threading.Thread] = {}
         self._admitted: set[Channel] = set()
+        """Authenticated connections."""
         self._change = threading.Condition()
 
     def run(self, ready: Callable[[], None] = lambda: None, ending: Callable[[], None] = lambda: None) -> None:
@@ -189,11 +190,6 @@ class Server:
     def descriptors(self) -> set[int]:
         """Return the descriptors that a forked process must keep if the server is to run in it."""
         return {one.fileno() for one in (self._listener, self._waker, self._woken)}
-
-    @property
-    def connections(self) -> int:
-        """Return the number of authenticated connections."""
-        return len(self._admitted)
 
     def _accept(self) -> None:
         try:
