@@ -92,27 +92,9 @@ def remove_shared_memory(rendezvous: Sequence[tuple[str, int]]) -> None:
                 file.unlink()
 
 
-class JobDirectory:
-    """Directory `path` of a job on a host, in memory, with mode 0700.
-
-    Its subdirectory `memory` survives restarts, until the job ends.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.memory = path / "memory"
-        self.memory.mkdir(mode=0o700)
-
-    def heartbeats(self, start: int) -> Path:
-        """Create and return the directory for the heartbeats of the ranks of a start."""
-        directory = self.path / f"heartbeats_{start}"
-        directory.mkdir(mode=0o700, exist_ok=True)
-        return directory
-
-
 @contextmanager
-def job_directory() -> Iterator[JobDirectory]:
-    """Create a job directory, and remove it at the end.
+def job_directory() -> Iterator[Path]:
+    """Create a directory of a job on a host, in memory, with mode 0700, and remove it at the end.
 
     Directories that killed agents left behind are removed first.
     """
@@ -123,7 +105,7 @@ def job_directory() -> Iterator[JobDirectory]:
         lock(file)
         path = unfinished.rename(base / unfinished.name.removeprefix("."))
         try:
-            yield JobDirectory(path)
+            yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
