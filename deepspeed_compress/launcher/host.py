@@ -4,8 +4,7 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -73,22 +72,15 @@ class Agent:
 
     def run(self) -> int:
         """Run until the job has ended, and return its exit code."""
-        with self._signals():
-            try:
-                while self._code is None:
-                    self._run_once()
-                return self._code
-            finally:
-                self._workers.close()
-                self._port.release()
-                remove_shared_memory(self._rendezvous)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            while self._code is None:
+                self._run_once()
+            return self._code
         finally:
+            self._workers.close()
+            self._port.release()
+            remove_shared_memory(self._rendezvous)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

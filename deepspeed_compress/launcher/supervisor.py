@@ -10,15 +10,8 @@ Messages contain the number of the start that they refer to. Messages of earlier
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed_compress.launcher.messages import Message
-from deepspeed_compress.launcher.placement import (
-    EARLY_FAILURES,
-    ConnectedAgent,
-    Failure,
-    JobOptions,
-    JobState,
-    place,
-)
+from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR, Message
+from deepspeed_compress.launcher.placement import EARLY_FAILURES, ConnectedAgent, Failure, JobOptions, JobState, place
 
 LOST_AFTER = 10.0
 """Seconds of silence after which a host is considered lost.
@@ -39,7 +32,14 @@ class Supervisor:
         options: parameters of the job.
         size_problem: returns why this total number of ranks cannot train; "" if it can.
         log: receives log lines.
+
+    Attributes:
+        service: name of the service.
+        messages: messages that agents may send.
+        requests: kinds of messages that may be sent without joining: none.
     """
+
+    service, messages, requests = SUPERVISOR, FROM_AGENTS, frozenset[str]()
 
     def __init__(self, options: JobOptions, size_problem: Callable[[int], str], log: Callable[[str], None]) -> None:
         self._options, self._size_problem, self._log = options, size_problem, log

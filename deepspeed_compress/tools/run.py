@@ -30,13 +30,12 @@ from deepspeed_compress.integrations.launch import (
 )
 from deepspeed_compress.launcher.host import Agent
 from deepspeed_compress.launcher.host_resources import job_directory
-from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.placement import JobOptions, size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.transport.client import parse_address
 from deepspeed_compress.transport.credentials import Credentials, pass_on, set_tls
-from deepspeed_compress.transport.machine_server import MachineServer, Service
+from deepspeed_compress.transport.machine_server import MachineServer
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +86,6 @@ def _exec(command: list[str]) -> NoReturn:
 
 
 _LOCAL_ONLY = ("127.0.0.1", 0)
-_SERVICE = Service(SUPERVISOR, FROM_AGENTS)
 _AGENT_OPTIONS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
 
 
@@ -173,7 +171,7 @@ def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentia
     """Return a server, or None if the address belongs to another host or another agent of this host uses it."""
     listen_address = _listen_address(host)
     try:
-        return MachineServer(_SERVICE, supervisor, None, listen_address, port, _log, credentials)
+        return MachineServer(supervisor, None, listen_address, port, _log, credentials)
     except OSError:
         return None
 

@@ -122,7 +122,7 @@ class Channel:
         poll.poll(left * 1000)
 
 
-def keep_alive(connected: socket.socket, silence: float) -> None:
+def keep_alive(connected: socket.socket, silence: float = 10.0) -> None:
     """Make the kernel end a connection if the other host is gone for about three times `silence` seconds."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

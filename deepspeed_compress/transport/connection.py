@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ LARGE_HEAD = 1 << 24
 """Largest size in bytes of a message with the addresses of thousands of ranks, or with all parameters of a model."""
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """Connection that sends and receives frames. One thread may receive while others send.
 
     Every method raises an OSError if the connection is lost, too slow or violates the protocol; it cannot be used any
@@ -97,7 +97,7 @@ class Connection:
                 raise ValueError("the pieces do not add up to the announced size of the body")
 
     def send_encoded(self, frame: bytes) -> None:
-        """Send a complete frame that `frames.encode` made."""
+        """Send a complete frame that `encode` made."""
         with self._sending, self._ending_on_error():
             self._write(memoryview(frame))
 
@@ -167,9 +167,6 @@ class Connection:
     def close(self) -> None:
         """End the connection and free its descriptor. For the thread that owns it."""
         self._channel.close()
-
-    def __enter__(self) -> "Connection":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

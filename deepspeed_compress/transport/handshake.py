@@ -49,7 +49,17 @@ def client_steps(key: bytes, service: str) -> Steps:
     if theirs == ours:
         raise AuthenticationError("the server only repeats the client's messages")
     verdict = yield _client_proof(key, ours + theirs), _VERDICT.size
-    _check_verdict(key, ours + theirs, verdict, service)
+    code, found, proof = _VERDICT.unpack(verdict)
+    if code == _WRONG_SECRET:
+        raise AuthenticationError("the server has a different secret")
+    if not hmac.compare_digest(proof, _server_proof(key, ours + theirs, verdict[: -len(proof)])):
+        raise AuthenticationError("the server does not know the secret")
+    if code == _OTHER_SERVICE:
+        raise OtherServiceError(_unpacked(found), service)
+    if code == _BUSY:
+        raise ServerBusyError("the server has reached its maximum number of connections")
+    if code != _WELCOME:
+        raise ProtocolError(f"the server answered with the unknown code {code}")
 
 
 def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Steps:
@@ -120,17 +130,3 @@ def _client_proof(key: bytes, hellos: bytes) -> bytes:
 
 def _server_proof(key: bytes, hellos: bytes, about: bytes) -> bytes:
     return hmac.digest(key, b"deepspeed_compress server " + hellos + about, "sha256")
-
-
-def _check_verdict(key: bytes, hellos: bytes, verdict: bytes, wanted: str) -> None:
-    code, service, proof = _VERDICT.unpack(verdict)
-    if code == _WRONG_SECRET:
-        raise AuthenticationError("the server has a different secret")
-    if not hmac.compare_digest(proof, _server_proof(key, hellos, verdict[: -len(proof)])):
-        raise AuthenticationError("the server does not know the secret")
-    if code == _OTHER_SERVICE:
-        raise OtherServiceError(_unpacked(service), wanted)
-    if code == _BUSY:
-        raise ServerBusyError("the server has reached its maximum number of connections")
-    if code != _WELCOME:
-        raise ProtocolError(f"the server answered with the unknown code {code}")

@@ -33,13 +33,11 @@ class Bounds:
         connections: Largest number of authenticated connections. A client above that gets ServerBusyError.
         pending: Largest number of unauthenticated connections.
         patience: Seconds for a connection to authenticate.
-        silence: Seconds without a sign of the other host; the kernel ends a connection after three times as many.
     """
 
     connections: int = 1024
     pending: int = 128
     patience: float = 5.0
-    silence: float = 10.0
 
 
 DEFAULT_BOUNDS = Bounds()
@@ -234,7 +232,7 @@ class Server:
 
     def _authenticate(self, channel: Channel) -> None:
         deadline = time.monotonic() + self._bounds.patience
-        keep_alive(channel.socket, self._bounds.silence)
+        keep_alive(channel.socket)
         if self._credentials.tls is not None:
             channel.start_tls(self._credentials.tls.server, deadline)
         follow(
