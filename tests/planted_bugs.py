@@ -198,7 +198,7 @@ early reductions are not checked: backends/deepspeed/test_early.py
 a void round of islands leaves its residuals: local_sgd/test_elastic.py
     ElasticExchange._take_part: store.rollback() => store.commit()
 a round of islands is committed before all have voted: local_sgd/coordinator/test_coordinator.py
-    Rounds.decide: all(running.votes.values()) => any(running.votes.values())
+    Rounds.decide: all(votes) => any(votes)
 a restarted coordinator waits for no island: local_sgd/coordinator/test_coordinator.py
     KnownIslands.__init__: set(saved.members) => set()
 an island that diverged sends its residuals: local_sgd/deepspeed/test_islands.py local_sgd/test_elastic.py

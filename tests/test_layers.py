@@ -121,7 +121,7 @@ TABLE = {
     ),
     "checkpointing.deepspeed.exclusive": allow("checkpointing session.state_files errors safe_files", "torch"),
     "local_sgd": allow("collectives compression config errors monitor", "torch"),
-    "local_sgd.anchors": allow("local_sgd errors transport", "torch"),
+    "local_sgd.anchors": allow("local_sgd transport", "torch"),
     "local_sgd.moments": allow("", "torch"),
     "local_sgd.elastic_exchange": allow("local_sgd config errors transport.client", "torch"),
     "local_sgd.coordinator": allow("errors safe_files transport", "pydantic"),

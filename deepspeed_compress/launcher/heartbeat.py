@@ -94,18 +94,14 @@ def read_heartbeat(directory: Path, rank: int) -> Heartbeat | None:
 
 def read_latest(files: Iterable[Path]) -> Heartbeat | None:
     """Return the latest heartbeat in `files`; None without any."""
-    heartbeats = [_FORMAT.unpack(content) for file in files if len(content := _content(file)) == _FORMAT.size]
+    heartbeats = []
+    for file in files:
+        with suppress(OSError, struct.error):
+            heartbeats.append(_FORMAT.unpack(file.read_bytes()))
     if not heartbeats:
         return None
     times, steps, saves = zip(*heartbeats, strict=True)
     return Heartbeat(max(times), max(steps), any(saves))
-
-
-def _content(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
 
 
 def _prefix(rank: int) -> str:

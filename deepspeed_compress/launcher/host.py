@@ -4,20 +4,15 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 
 from deepspeed_compress.launcher.heartbeat import AGENT, EXIT_PERMANENT, HOSTS, MEMORY, RESUME, first_error
-from deepspeed_compress.launcher.host_resources import (
-    HostStart,
-    JobDirectory,
-    ReservedPort,
-    remove_shared_memory,
-)
+from deepspeed_compress.launcher.host_resources import HostStart, ReservedPort, remove_shared_memory
 from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR, Message
 from deepspeed_compress.launcher.supervisor import FAILED, LOST_AFTER, SIGNALLED
-from deepspeed_compress.launcher.workers import Ended, Workers, describe_end
+from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import LARGE_HEAD, Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
@@ -40,7 +35,7 @@ class Agent:
         ranks: number of ranks on this host.
         grace: seconds that ranks have to end.
         workers: the processes of the ranks.
-        directory: the directory of the job on this host.
+        directory: the directory of the job on this host (`job_directory`).
         log: receives log lines.
         credentials: credentials of this side.
     """
@@ -52,7 +47,7 @@ class Agent:
         ranks: int,
         grace: float,
         workers: Workers,
-        directory: JobDirectory,
+        directory: Path,
         log: Callable[[str], None],
         credentials: Credentials,
     ) -> None:
@@ -72,26 +67,20 @@ class Agent:
             "pass": self._pass,
             "over": self._over,
             "refused": self._refused,
+            "beat": lambda message: None,
         }
 
     def run(self) -> int:
         """Run until the job has ended, and return its exit code."""
-        with self._signals():
-            try:
-                while self._code is None:
-                    self._run_once()
-                return self._code
-            finally:
-                self._workers.close()
-                self._port.release()
-                remove_shared_memory(self._rendezvous)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            while self._code is None:
+                self._run_once()
+            return self._code
         finally:
+            self._workers.close()
+            self._port.release()
+            remove_shared_memory(self._rendezvous)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -113,9 +102,7 @@ class Agent:
         for message in link.arrived(_POLL_INTERVAL):
             self._last_received = time.monotonic()
             FROM_SUPERVISOR.read(message)
-            handler = self._handlers.get(message["kind"])
-            if handler is not None:
-                handler(message)
+            self._handlers[message["kind"]](message)
         if time.monotonic() - self._last_received > _SUPERVISOR_TIMEOUT:
             raise TimeoutError(f"no message for {_SUPERVISOR_TIMEOUT:g} s")
 
@@ -124,7 +111,10 @@ class Agent:
     def _begin(self, message: Message) -> None:
         if not message["hosts"]:
             raise ProtocolError("the start message names no host")
-        heartbeats = self._directory.heartbeats(message["start"])
+        # What ranks keep in `memory` survives restarts, until the job ends.
+        heartbeats, memory = self._directory / f"heartbeats_{message['start']}", self._directory / "memory"
+        for directory in (heartbeats, memory):
+            directory.mkdir(mode=0o700, exist_ok=True)
         ranks = range(message["node"] * self._ranks, (message["node"] + 1) * self._ranks)
         self._start = HostStart(message["start"], ranks, heartbeats)
         self._rendezvous.append((message["hosts"][0], message["port"]))
@@ -139,7 +129,7 @@ class Agent:
             "MASTER_ADDR": message["hosts"][0],
             "MASTER_PORT": str(message["port"]),
             AGENT: str(heartbeats),
-            MEMORY: str(self._directory.memory),
+            MEMORY: str(memory),
             HOSTS: json.dumps(message["hosts"]),
             **({RESUME: "1"} if message["resume"] else {}),
         }
@@ -190,59 +180,51 @@ class Agent:
             return
         if start.kill_at is not None and time.monotonic() > start.kill_at:
             self._workers.signal(signal.SIGKILL)
-        bad = [one for one in ended if one.status and one.rank in start.ranks]
+        bad = {rank: status for rank, status in ended.items() if status and rank in start.ranks}
         if bad and not start.stopping and not start.terminating:
             self._report_failed(start, bad)
         if not self._workers.living and not start.reported:
-            self._report_ended(start, bad)
+            self._report_ended(start)
 
-    def _report_failed(self, start: HostStart, bad: Sequence[Ended]) -> None:
+    def _report_failed(self, start: HostStart, bad: Mapping[int, int]) -> None:
         # If one rank was killed, the others may have failed only because of that.
-        ended = min(bad, key=lambda one: one.status > 0)
-        self._send(
-            "failed",
-            start,
-            rank=ended.rank,
-            how=describe_end(ended.status),
-            permanent=any(one.status == EXIT_PERMANENT for one in bad),
-            steps=start.steps,
-        )
+        rank, status = min(bad.items(), key=lambda one: one[1] > 0)
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
+        about = {"rank": rank, "how": how, "permanent": EXIT_PERMANENT in bad.values(), "steps": start.steps}
+        self._send("failed", start=start.number, **about)
         # From now on, the ranks of this start only have to be stopped.
         start.stopping, start.reported = True, False
 
-    def _report_ended(self, start: HostStart, bad: Sequence[Ended]) -> None:
+    def _report_ended(self, start: HostStart) -> None:
         """Report that all ranks have ended, on their own or because they were stopped."""
         if not start.stopping:
             start.reported = True
-            self._send("done", start)
+            self._send("done", start=start.number)
         elif start.kill_at is not None:
             start.reported = True
             remove_shared_memory(self._rendezvous)
             self._rendezvous.clear()
             error = first_error(start.heartbeats)
             fields = {} if error is None else {"error": error.describe(), "error_time": error.time}
-            self._send("stopped", start, steps=start.steps, port=self._port.reserve(), **fields)
+            self._send("stopped", start=start.number, steps=start.steps, port=self._port.reserve(), **fields)
 
     def _request_end(self) -> None:
         number, self._signal = self._signal, 0
         if number == signal.SIGINT and self._start is not None and self._start.terminating:
             # The user has pressed Ctrl-C twice, so the ranks are killed at once.
             self._start.kill_at = 0.0
-        assert self._link is not None
-        self._link.send({"kind": "end", "number": number})
+        self._send("end", number=number)
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._last_beat > _BEAT_INTERVAL and self._link is not None:
+        now, start = time.monotonic(), self._start
+        if now - self._last_beat > _BEAT_INTERVAL:
             self._last_beat = now
-            start = self._start
-            silent, steps = (None, 0) if start is None else (start.silent(now), start.steps)
-            number = 0 if start is None else start.number
-            self._link.send({"kind": "beat", "start": number, "silent": silent, "steps": steps})
+            number, silent, steps = (0, None, 0) if start is None else (start.number, start.silent(now), start.steps)
+            self._send("beat", start=number, silent=silent, steps=steps)
 
-    def _send(self, kind: str, start: HostStart, **fields: object) -> None:
+    def _send(self, kind: str, **fields: object) -> None:
         assert self._link is not None
-        self._link.send({"kind": kind, "start": start.number, **fields})
+        self._link.send({"kind": kind, **fields})
 
     # Connection to the supervisor.
 
@@ -254,7 +236,9 @@ class Agent:
             link = connect(
                 f"{self._address[0]}:{self._address[1]}", SUPERVISOR, self._credentials, _SUPERVISOR_TIMEOUT, _LIMITS
             )
-            joining = {"name": uuid.uuid4().hex, "job": self._job, "address": self._public_address(link)}
+            # The address is not looked up, since many hosts resolve their own name to one that only they can use.
+            address = self._address[0] if link.own_address.startswith("127.") else link.own_address
+            joining = {"name": uuid.uuid4().hex, "job": self._job, "address": address}
             link.send({"kind": "join", **joining, "port": self._port.reserve()})
         except (AuthenticationError, OtherServiceError) as error:
             self._code = FAILED
@@ -265,14 +249,6 @@ class Agent:
             return None
         self._link, self._last_received = link, time.monotonic()
         return link
-
-    def _public_address(self, link: Connection) -> str:
-        """Return the address at which other hosts reach this one.
-
-        It is not looked up, because many hosts resolve their own name to an address that only they can use.
-        """
-        address = link.own_address
-        return self._address[0] if address.startswith("127.") else address
 
     def _retry_or_give_up(self, why: str) -> None:
         if self._signal:

@@ -6,7 +6,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_compress.launcher.heartbeat import Heartbeat, read_heartbeat
@@ -30,7 +30,6 @@ class HostStart:
         terminating: True once a user's signal has asked the ranks to end.
         kill_at: time at which ranks that still run are killed.
         reported: True once the supervisor has been told that all ranks have ended.
-        latest: latest heartbeat of each rank, including ranks that have ended.
     """
 
     number: int
@@ -40,7 +39,6 @@ class HostStart:
     terminating: bool = False
     kill_at: float | None = None
     reported: bool = False
-    latest: dict[int, Heartbeat] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -57,10 +55,9 @@ class HostStart:
         return [rank for rank, beat in self._read().items() if beat.saves]
 
     def _read(self) -> Mapping[int, Heartbeat]:
-        self.latest.update(
-            {rank: beat for rank in self.ranks if (beat := read_heartbeat(self.heartbeats, rank)) is not None}
-        )
-        return self.latest
+        """Return the latest heartbeat of each rank, including ranks that have ended."""
+        found = {rank: read_heartbeat(self.heartbeats, rank) for rank in self.ranks}
+        return {rank: beat for rank, beat in found.items() if beat is not None}
 
 
 class ReservedPort:
@@ -92,27 +89,9 @@ def remove_shared_memory(rendezvous: Sequence[tuple[str, int]]) -> None:
                 file.unlink()
 
 
-class JobDirectory:
-    """Directory `path` of a job on a host, in memory, with mode 0700.
-
-    Its subdirectory `memory` survives restarts, until the job ends.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.memory = path / "memory"
-        self.memory.mkdir(mode=0o700)
-
-    def heartbeats(self, start: int) -> Path:
-        """Create and return the directory for the heartbeats of the ranks of a start."""
-        directory = self.path / f"heartbeats_{start}"
-        directory.mkdir(mode=0o700, exist_ok=True)
-        return directory
-
-
 @contextmanager
-def job_directory() -> Iterator[JobDirectory]:
-    """Create a job directory, and remove it at the end.
+def job_directory() -> Iterator[Path]:
+    """Create a directory of a job on a host, in memory, with mode 0700, and remove it at the end.
 
     Directories that killed agents left behind are removed first.
     """
@@ -123,7 +102,7 @@ def job_directory() -> Iterator[JobDirectory]:
         lock(file)
         path = unfinished.rename(base / unfinished.name.removeprefix("."))
         try:
-            yield JobDirectory(path)
+            yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
 

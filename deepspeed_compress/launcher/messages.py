@@ -1,10 +1,9 @@
 """Messages between agents and their supervisor. The module `supervisor` explains each kind."""
 
-import signal
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from deepspeed_compress.transport.messages import Address, Count, Fields, Messages, Name, Seconds, Text
 
@@ -12,12 +11,6 @@ SUPERVISOR = "supervisor"
 """Name of the service that the supervisor runs."""
 Message = Mapping[str, Any]
 _RANKS = 1 << 20
-
-
-def _ending(number: int) -> int:
-    if number not in (signal.SIGINT, signal.SIGTERM):
-        raise ValueError("the signal is neither SIGINT nor SIGTERM")
-    return number
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -65,9 +58,9 @@ class Stopped(OfStart):
 
 
 class Signal(Fields):
-    """Signal of a user, which ends the job."""
+    """Signal of a user, SIGINT or SIGTERM, which ends the job."""
 
-    number: Annotated[int, AfterValidator(_ending)]
+    number: Literal[2, 15]
 
 
 FROM_AGENTS = Messages(

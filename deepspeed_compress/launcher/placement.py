@@ -155,10 +155,3 @@ class JobState:
     code: int = 0
     why: str = ""
     failures: list[Failure] = field(default_factory=list)
-
-
-def failing_host(failures: Sequence[Failure]) -> str | None:
-    """Return the host on which the last starts have all failed before their first step; None if there is none."""
-    last = failures[-EARLY_FAILURES:]
-    same = len(last) == EARLY_FAILURES and all(failure.early and failure.host == last[0].host for failure in last)
-    return last[0].host if same else None

@@ -7,19 +7,11 @@ receives `start`, `stop`, `pass` (a signal to forward to its ranks), `over`, and
 Messages contain the number of the start that they refer to. Messages of earlier starts are ignored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed_compress.launcher.messages import Message
-from deepspeed_compress.launcher.placement import (
-    EARLY_FAILURES,
-    ConnectedAgent,
-    Failure,
-    JobOptions,
-    JobState,
-    failing_host,
-    place,
-)
+from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR, Message
+from deepspeed_compress.launcher.placement import EARLY_FAILURES, ConnectedAgent, Failure, JobOptions, JobState, place
 
 LOST_AFTER = 10.0
 """Seconds of silence after which a host is considered lost.
@@ -40,7 +32,14 @@ class Supervisor:
         options: parameters of the job.
         size_problem: returns why this total number of ranks cannot train; "" if it can.
         log: receives log lines.
+
+    Attributes:
+        service: name of the service.
+        messages: messages that agents may send.
+        requests: kinds of messages that may be sent without joining: none.
     """
+
+    service, messages, requests = SUPERVISOR, FROM_AGENTS, frozenset[str]()
 
     def __init__(self, options: JobOptions, size_problem: Callable[[int], str], log: Callable[[str], None]) -> None:
         self._options, self._size_problem, self._log = options, size_problem, log
@@ -194,20 +193,14 @@ class Supervisor:
             self._finish(SIGNALLED + state.signal, "")
             return
         state.since = now if state.since is None else state.since
-        placement = self._place(self._hosts())
+        hosts = self._hosts()
+        placement = place(hosts, options.hosts, self._may_train, state.placement)
         if placement:
             self._start(placement)
         elif now - state.since > options.wait:
-            self._finish(FAILED, self._describe_missing_hosts())
-
-    def _describe_missing_hosts(self) -> str:
-        options, count = self._options, len(self._hosts())
-        missing = f"after {options.wait:g} s (--wait), only {count} of {options.hosts} hosts are there"
-        reason = self._size_problem(count * options.ranks) if self._state.start else ""
-        return f"{missing}, and fewer ranks cannot train: {reason}" if reason else missing
-
-    def _place(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        return place(hosts, self._options.hosts, self._may_train, self._state.placement)
+            missing = f"after {options.wait:g} s (--wait), only {len(hosts)} of {options.hosts} hosts are there"
+            reason = self._size_problem(len(hosts) * options.ranks) if state.start else ""
+            self._finish(FAILED, f"{missing}, and fewer ranks cannot train: {reason}" if reason else missing)
 
     def _may_train(self, count: int) -> bool:
         """Return True if fewer hosts, `count`, may train: after the first start, the same batches."""
@@ -242,9 +235,10 @@ class Supervisor:
         self._send_to_placed({"kind": "stop"})
 
     def _drop_failing_host(self) -> None:
-        """Drop a host that has failed repeatedly before the first step, if a spare one takes its place."""
-        name = failing_host(self._state.failures)
-        agent = self._agents.get(name or "")
+        """Drop a host on which the last starts have all failed before their first step, if a spare one replaces it."""
+        last = self._state.failures[-EARLY_FAILURES:]
+        same = len(last) == EARLY_FAILURES and all(one.early and one.host == last[0].host for one in last)
+        agent = self._agents.get(last[0].host or "") if same else None
         if agent is not None and len(self._hosts()) > self._options.hosts:
             agent.dropped = True
             self._log(f"host {agent.address} is not used any more: {EARLY_FAILURES} starts in a row failed there")

@@ -6,26 +6,12 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 _PARENT = "DS_COMPRESS_PARENT"
 """Environment variable of a rank that is starting: the process id of its agent."""
 _CLOSE_TIMEOUT = 5.0
 _PR_SET_PDEATHSIG = 1
 """Operation of prctl(2) that sends a signal to a process when its parent dies."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Rank that has ended. `status` is its exit code, or the negative number of a signal."""
-
-    rank: int
-    status: int
-
-
-def describe_end(status: int) -> str:
-    """Describe how a process ended."""
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
 
 
 class Workers:
@@ -65,15 +51,16 @@ class Workers:
                 with suppress(OSError):
                     send(process.pid, number)
 
-    def ended(self) -> list[Ended]:
-        """Return the ranks that have ended since the last call, and kill the processes that they have left behind."""
-        ranks = [
-            Ended(rank, status) for rank, process in self._processes.items() if (status := process.poll()) is not None
-        ]
-        for rank in ranks:
+    def ended(self) -> dict[int, int]:
+        """Return the ranks that have ended since the last call, and kill the processes that they have left behind.
+
+        Each has its exit code, or the negative number of a signal.
+        """
+        ended = {rank: status for rank, one in self._processes.items() if (status := one.poll()) is not None}
+        for rank in ended:
             with suppress(OSError):
-                os.killpg(self._processes.pop(rank.rank).pid, signal.SIGKILL)
-        return ranks
+                os.killpg(self._processes.pop(rank).pid, signal.SIGKILL)
+        return ended
 
     def close(self) -> None:
         """Kill all ranks that are still running."""

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.errors import IslandError
 from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources
-from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, AnchorState, as_bytes
+from deepspeed_compress.local_sgd.exchange import ANCHOR, MOMENTUM, as_bytes
 from deepspeed_compress.local_sgd.strategy import ExchangeContext
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, Limits
@@ -55,19 +54,12 @@ class AnchorServer:
         copy: function from a minimum version to the anchor, once that version is reached; None if there is nothing to
             send. Called by threads of this server.
         timeout: seconds for which a joining island waits, and within which it must receive each part.
-        credentials: credentials of this side; None for those that the environment and the user's files name.
     """
 
-    def __init__(
-        self,
-        host: str,
-        copy: Callable[[int], VersionedAnchor | None],
-        timeout: float = SLOWEST,
-        credentials: Credentials | None = None,
-    ) -> None:
+    def __init__(self, host: str, copy: Callable[[int], VersionedAnchor | None], timeout: float = SLOWEST) -> None:
         self._copy = copy
         limits, bounds = Limits(head=1 << 12, patience=max(timeout, SLOWEST)), Bounds(CONNECTIONS)
-        self._server = Server(ANCHOR, self._serve, host, 0, credentials or Credentials.find(), limits, bounds)
+        self._server = Server(ANCHOR, self._serve, host, 0, Credentials.find(), limits, bounds)
         self.address = f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
         threading.Thread(target=self._server.run, daemon=True).start()
 
@@ -81,9 +73,7 @@ class AnchorServer:
         if request is None:
             return
         _REQUESTS.read(request)
-        self._hand_out(connection, self._copy(request["version"]))
-
-    def _hand_out(self, connection: Connection, found: VersionedAnchor | None) -> None:
+        found = self._copy(request["version"])
         if found is None:
             connection.send({"kind": "none"})
             return
@@ -93,14 +83,7 @@ class AnchorServer:
         connection.send_pieces(head, 4 * sum(sizes.values()), map(as_bytes, tensors.values()))
 
 
-def fetch_anchor(
-    address: str,
-    version: int,
-    timeout: float,
-    sizes: Mapping[str, int],
-    run: str,
-    credentials: Credentials | None = None,
-) -> VersionedAnchor:
+def fetch_anchor(address: str, version: int, timeout: float, sizes: Mapping[str, int], run: str) -> VersionedAnchor:
     """Return the anchor of the rank at `address`, once its version is at least `version`.
 
     Args:
@@ -109,7 +92,6 @@ def fetch_anchor(
         timeout: seconds to wait for the connection and for each part.
         sizes: expected number of elements of each tensor, by name.
         run: expected run.
-        credentials: credentials of this side; None for those that the environment and the user's files name.
 
     Raises:
         OSError: nothing arrives for `timeout` seconds, the rank does not have that version of the run, something else
@@ -117,27 +99,19 @@ def fetch_anchor(
     """
     size = 4 * sum(sizes.values())
     limits = Limits(body=size, patience=timeout)
-    with connect(address, ANCHOR, credentials or Credentials.find(), timeout, limits, timeout) as connection:
+    with connect(address, ANCHOR, Credentials.find(), timeout, limits, timeout) as connection:
         connection.send({"kind": ANCHOR, "version": version})
         head = connection.receive(2 * timeout)
         if head is None:
             raise TimeoutError(f"{address} is silent")
         _ANSWERS.read(head)
-        _check_answer(head, address, version, sizes, run)
-        tensors = {name: _receive(connection, numel) for name, numel in sizes.items()}
+        known = head["kind"] == ANCHOR and head["about"].get("run") == run and head["sizes"] == sizes
+        if not known or head["version"] < version:
+            raise ConnectionError(f"{address} does not have version {version} of {run}")
+        tensors = {name: torch.empty(numel) for name, numel in sizes.items()}
+        for tensor in tensors.values():
+            connection.read_into(as_bytes(tensor))
     return int(head["version"]), head["about"], tensors
-
-
-def _check_answer(head: Mapping[str, Any], address: str, version: int, sizes: Mapping[str, int], run: str) -> None:
-    known = head["kind"] == ANCHOR and head["about"].get("run") == run and head["sizes"] == sizes
-    if not known or head["version"] < version:
-        raise ConnectionError(f"{address} does not have version {version} of {run}")
-
-
-def _receive(connection: Connection, numel: int) -> Tensor:
-    tensor = torch.empty(numel)
-    connection.read_into(as_bytes(tensor))
-    return tensor
 
 
 class SharedAnchor:
@@ -150,17 +124,16 @@ class SharedAnchor:
     Attributes:
         version: version of the anchor; 0 if there is none.
         run: run of the coordinator.
+        failure: reason why the last attempt to fetch the anchor failed.
     """
 
     def __init__(self, context: ExchangeContext, publish_metadata: Callable[[], Mapping[str, Any]]) -> None:
         self.version, self.run = 0, ""
         self._elastic, self._segments = context.elastic, tuple(context.master_weights.segments)
-        self._publish_metadata, state = publish_metadata, AnchorState(context.reduction.stores)
-        self._stores = {ANCHOR: state.anchor}
-        if context.settings.outer.optimizer == "nesterov":
-            self._stores[MOMENTUM] = state.momentum
-        self._failure = "other islands moved on between the requests of two ranks"
-        """Reason why the last attempt to fetch the anchor failed."""
+        self._publish_metadata, stores = publish_metadata, context.reduction.stores
+        names = (ANCHOR, MOMENTUM) if context.settings.outer.optimizer == "nesterov" else (ANCHOR,)
+        self._stores = {name: stores.get(name, "fp32", scaled=False, transactional=False) for name in names}
+        self.failure = "other islands moved on between the requests of two ranks"
         self._change = threading.Condition()
 
     def copy(self, version: int) -> VersionedAnchor | None:
@@ -171,8 +144,7 @@ class SharedAnchor:
         with self._change:
             if not self._change.wait_for(lambda: self.version >= max(1, version), self._elastic.timeout_seconds):
                 return None
-            device = torch.device("cpu")
-            copy = {name: store.read(self._segments, device) for name, store in self._stores.items()}
+            copy = {name: store.read(self._segments, torch.device("cpu")) for name, store in self._stores.items()}
             return self.version, {**self._publish_metadata(), "run": self.run}, copy
 
     def withdraw(self) -> None:
@@ -209,16 +181,7 @@ class SharedAnchor:
             try:
                 return fetch_anchor(addresses[place], sources.version, timeout, sizes, self.run)
             except OSError as error:
-                self._failure = str(error) or type(error).__name__
+                self.failure = str(error) or type(error).__name__
         # They may have no room for another connection.
         time.sleep(_PAUSE)
         return None
-
-    def check_deadline(self, deadline: float, sources: AnchorSources) -> None:
-        """Raise IslandError if `deadline` is over, with the reason why no anchor could be fetched from `sources`."""
-        if time.monotonic() > deadline:
-            raise IslandError(
-                f"/deepspeed_compress/islands/elastic/give_up: none of {len(sources.sources)} islands provided the "
-                f"anchor within {self._elastic.give_up} ({self._failure}); islands must reach each other, not only the "
-                "coordinator: open the ports between them"
-            )

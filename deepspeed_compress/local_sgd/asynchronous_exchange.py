@@ -107,7 +107,7 @@ class AsynchronousExchange:
             steps: number of steps of the checkpoint.
             samples: total number of samples so far.
         """
-        self._decision.forget()
+        self._decision.take()
         if self._pending is not None:
             self._await_reply(self._pending.answer)
             self._call += 1
@@ -140,7 +140,8 @@ class AsynchronousExchange:
         Raises IslandError if the server has not replied for `give_up`.
         """
         is_due = self._interval.count_step() and self._pending is None
-        if not self._decision.follow(self._ranks.place == 0 and self._is_asked(), is_due):
+        asked = self._interval.has_elapsed() if self._pending is None else self._pending.answer.done()
+        if not self._decision.follow(self._ranks.place == 0 and asked, is_due):
             return None
         if self._pending is not None:
             return self._apply_reply(self._pending)
@@ -177,10 +178,6 @@ class AsynchronousExchange:
         """Return a copy of the anchor that this rank started from, as flat fp32."""
         return self._anchor.read(self._segments, self._weights.device)
 
-    def _is_asked(self) -> bool:
-        """Return True if a reply has arrived, or if a push is due by the clock."""
-        return self._interval.has_elapsed() if self._pending is None else self._pending.answer.done()
-
     def _push(self, samples: int) -> None:
         begun = time.monotonic()
         sent = self._weights.read(self._segments)
@@ -201,7 +198,7 @@ class AsynchronousExchange:
     def _apply_reply(self, pending: PendingPush) -> ExchangeResult:
         begun = time.monotonic()
         # Outside of a step, the first rank may just have told the others that this reply has arrived.
-        self._decision.forget()
+        self._decision.take()
         head, body = self._await_reply(pending.answer)
         self._call += 1
         self._pending, is_taken = None, head["kind"] == "taken"
@@ -238,13 +235,12 @@ class AsynchronousExchange:
             anchor = self.anchor().add_(self._messages.decode(payload, self._call))
         else:
             anchor = read_bytes(body, torch.float32).to(self._weights.device, copy=True)
-        if sent is not None:
-            self._compare(sent, anchor, float(head["weight"]))
-        self._anchor.write(self._segments, anchor)
-        if sent is not None:
-            write_anchor(self._weights, self._segments, anchor, sent)
-        else:
+        if sent is None:
             self._weights.write(self._segments, anchor)
+        else:
+            self._compare(sent, anchor, float(head["weight"]))
+            write_anchor(self._weights, self._segments, anchor, sent)
+        self._anchor.write(self._segments, anchor)
         self._weights.publish()
         self.version = head["version"]
 

@@ -11,7 +11,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from deepspeed_compress.config import Elastic
 from deepspeed_compress.errors import IslandError
-from deepspeed_compress.local_sgd.anchors import AnchorServer, SharedAnchor, VersionedAnchor
+from deepspeed_compress.local_sgd.anchors import AnchorServer, SharedAnchor
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
-from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources, Outcome, Round
+from deepspeed_compress.local_sgd.coordinator.messages import AnchorSources, Round
 from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, Peers, PendingExchange, Share
 from deepspeed_compress.local_sgd.round_peers import MakeGroups, RoundPeers, make_groups
 from deepspeed_compress.local_sgd.strategy import ExchangeContext, ExchangeResult, LeaderDecision, SyncInterval
@@ -37,26 +37,19 @@ class ElasticExchange:
 
     Args:
         context: the settings, the ranks, and the state of this rank.
-        shared_anchor: the anchor of this rank, which other islands can fetch.
-        rendezvous: connection to the coordinator on the first rank; None on the others.
+        connections: the connections of this rank, and its anchor, which other islands can fetch.
         groups: creates the groups of a round.
-        on_leave: called when the island leaves, to end its connections.
     """
 
     def __init__(
-        self,
-        context: ExchangeContext,
-        shared_anchor: SharedAnchor,
-        rendezvous: CoordinatorClient | None,
-        groups: MakeGroups = make_groups,
-        on_leave: Callable[[], object] = lambda: None,
+        self, context: ExchangeContext, connections: "RoundConnections", groups: MakeGroups = make_groups
     ) -> None:
         self.settings, self.elastic, alone = context.settings, context.elastic, context.reduction
         self.stores, self._clock = alone.stores, alone.run.clock
         self.number = -1
-        self.shared_anchor, self.rendezvous = shared_anchor, rendezvous
+        self._connections, self.shared_anchor = connections, connections.anchor
         self._weights, self._ranks, self._moments = context.master_weights, context.ranks, context.moments
-        self._on_divergence, self._on_leave = context.on_divergence, on_leave
+        self._on_divergence = context.on_divergence
         self._segments = tuple(self._weights.segments)
         self._exchange = LocalSGDExchange(alone.stores, alone.run.meter)
         # Create all residual stores before a state is loaded.
@@ -89,8 +82,10 @@ class ElasticExchange:
 
     def step_ended(self, samples: int) -> ExchangeResult | None:
         """Exchange after a step if it is time, and return the result of an exchange that ended, or None. Collective."""
-        is_due = self._interval.count_step()
-        if not self._decision.follow(self._ranks.place == 0 and self._is_asked(), is_due):
+        is_due, is_first = self._interval.count_step(), self._ranks.place == 0
+        # An exchange is due by the clock, or other islands wait for this one.
+        asked = is_first and (self._interval.has_elapsed() or self._coordinator.is_awaited)
+        if not self._decision.follow(asked, is_due):
             return None
         result = self.exchange(samples - self._samples)
         if result.kind in ("exchange", "renewed"):
@@ -106,7 +101,7 @@ class ElasticExchange:
 
     def describe(self) -> dict[str, Any]:
         """Return what `resume` must know about a checkpoint that is saved now."""
-        run = None if self.rendezvous is None else self.rendezvous.run
+        run = None if self._connections.client is None else self._connections.client.run
         since = {"samples": self._samples, "interval": self._interval.describe()}
         return {"version": self.version, "number": self.number, "run": run, **since}
 
@@ -121,7 +116,7 @@ class ElasticExchange:
             steps: the optimizer steps of the checkpoint.
             samples: the samples of the checkpoint.
         """
-        self._decision.forget()
+        self._decision.take()
         agreed = saved if saved is not None and saved["version"] else None
         if agreed is not None:
             claimed = agreed["run"], agreed["number"], agreed["version"]
@@ -140,8 +135,7 @@ class ElasticExchange:
 
     def leave(self) -> None:
         """Leave for good; the other islands do not wait for this one."""
-        self.rendezvous = None
-        self._on_leave()
+        self._connections.close()
 
     def exchange(self, samples: int) -> ExchangeResult:
         """Exchange this island's update, made from `samples` samples since the last exchange. Collective in the island.
@@ -166,25 +160,24 @@ class ElasticExchange:
 
     def _take_part(self, round_: Round, sent: Tensor, is_healthy: bool, begun: float) -> ExchangeResult:
         """Exchange in `round_`, and apply the result if all islands have received it."""
-        round_begun, problem = time.monotonic(), ""
-        pending: PendingExchange | None = None
-        update: Tensor | None = None
+        round_begun, problem, kind = time.monotonic(), "", "void"
+        received: tuple[PendingExchange, Tensor] | None = None
         try:
             pending = self._send(round_, sent, is_healthy)
-            update = self._exchange.receive(pending)
+            received = pending, self._exchange.receive(pending)
         except (RuntimeError, OSError) as error:
-            # This includes errors of this rank: a round is committed only if all ranks completed it.
-            problem = _shorten(error)
-        ok = self._ranks.all_true(update is not None)
-        outcome = self._ranks.run_on_first(self._vote, round_.id, ok, problem)
+            # This includes errors of this rank: a round is committed only if all ranks completed it. The text is that
+            # of gloo without its source location and advice.
+            text = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
+            problem = text or type(error).__name__
+        ok = self._ranks.all_true(received is not None)
+        committed = self._ranks.run_on_first(self._vote, round_.id, ok, problem)
         for store in self.stores.by_name.values():
-            store.commit() if outcome.committed else store.rollback()
-        kind = "void"
-        if outcome.committed:
-            assert pending is not None, "a committed round was completed by all ranks"
-            assert update is not None, "a committed round was completed by all ranks"
-            kind = self._apply(round_, pending, update)
-        self.peers.round_ended(outcome.committed, time.monotonic() - round_begun)
+            store.commit() if committed else store.rollback()
+        if committed:
+            assert received is not None, "a committed round was completed by all ranks"
+            kind = self._apply(round_, *received)
+        self.peers.round_ended(committed, time.monotonic() - round_begun)
         return ExchangeResult(kind, time.monotonic() - begun, round_.id, len(round_.partners), problem)
 
     def _send(self, round_: Round, sent: Tensor, is_healthy: bool) -> PendingExchange:
@@ -208,10 +201,13 @@ class ElasticExchange:
             return "renewed"
         with self.shared_anchor.replacing(round_.id):
             anchor = self._exchange.apply(pending, update, self.settings.outer)
+        self._continue_from(anchor)
+        return "exchange"
+
+    def _continue_from(self, anchor: Tensor) -> None:
         self._report_ready()
         self._weights.write(self._segments, anchor)
         self._weights.publish()
-        return "exchange"
 
     def _start_again(self, sources: AnchorSources, begun: float) -> ExchangeResult:
         """Adopt the anchor of the others, to which the anchor of this island does not belong."""
@@ -232,29 +228,20 @@ class ElasticExchange:
             fetched = self.shared_anchor.fetch(sources, self._ranks.place, self.number)
             # A source may have moved on between the requests of two ranks.
             if self._ranks.all_equal(0 if fetched is None else fetched[0]) and fetched is not None:
-                self._write_fetched(fetched)
+                version, metadata, tensors = fetched
+                with self.shared_anchor.replacing(version):
+                    anchor = self.shared_anchor.write(tensors, self._weights.device)
+                self._continue_from(anchor)
                 # The source trains on during the requests, so ranks may have received metadata of different steps.
-                return self._ranks.run_on_first(dict, fetched[1])
+                return self._ranks.run_on_first(dict, metadata)
             sources = self._ranks.run_on_first(self._find_sources_again, sources, deadline)
         with self.shared_anchor.replacing(sources.version):
-            self._keep_anchor(use_own_weights)
+            if use_own_weights:
+                for store in self.stores.by_name.values():
+                    store.clear()
+                self._exchange.anchor.write(self._segments, self._weights.read(self._segments))
         self._report_ready()
         return {}
-
-    def _write_fetched(self, fetched: VersionedAnchor) -> None:
-        version, _, tensors = fetched
-        with self.shared_anchor.replacing(version):
-            anchor = self.shared_anchor.write(tensors, self._weights.device)
-        self._report_ready()
-        self._weights.write(self._segments, anchor)
-        self._weights.publish()
-
-    def _keep_anchor(self, use_own_weights: bool) -> None:
-        """Keep the anchor of this island; with `use_own_weights`, its own weights become the anchor."""
-        if use_own_weights:
-            for store in self.stores.by_name.values():
-                store.clear()
-            self._exchange.state.anchor.write(self._segments, self._weights.read(self._segments))
 
     def _find_sources(self) -> AnchorSources:
         """Return the islands that hold the newest anchor. Collective in the island."""
@@ -262,65 +249,60 @@ class ElasticExchange:
 
     def _read_identity(self) -> None:
         """Learn the number of this island, and the run that it belongs to. Collective in the island."""
-        self.number, self.shared_anchor.run = self._ranks.run_on_first(self._identity)
+        self.number, self.shared_anchor.run = self._ranks.run_on_first(
+            lambda: (self._coordinator.number, self._coordinator.run or "")
+        )
 
     # Requests to the coordinator, on the first rank only.
 
     @property
     def _coordinator(self) -> CoordinatorClient:
-        assert self.rendezvous is not None, "only the first rank communicates with the coordinator"
-        return self.rendezvous
-
-    def _identity(self) -> tuple[int, str]:
-        return self._coordinator.number, self._coordinator.run or ""
-
-    def _is_asked(self) -> bool:
-        """Return True if an exchange is due by the clock, or if other islands wait for this one."""
-        return self._interval.has_elapsed() or self._coordinator.is_awaited
+        assert self._connections.client is not None, "only the first rank communicates with the coordinator"
+        return self._connections.client
 
     def _find_sources_again(self, sources: AnchorSources, deadline: float) -> AnchorSources:
-        self.shared_anchor.check_deadline(deadline, sources)
+        """Return the islands that hold the newest anchor, unless none of `sources` has provided it until `deadline`."""
+        if time.monotonic() > deadline:
+            raise IslandError(
+                f"/deepspeed_compress/islands/elastic/give_up: none of {len(sources.sources)} islands provided the "
+                f"anchor within {self.elastic.give_up} ({self.shared_anchor.failure}); islands must reach each other, "
+                "not only the coordinator: open the ports between them"
+            )
         return self._coordinator.sources()
 
     def _report_ready(self) -> None:
         if self._ranks.place == 0:
             self._coordinator.ready(self.version)
 
-    def _vote(self, id_: int, ok: bool, problem: str) -> Outcome:
-        """Vote on round `id_`, and return its outcome.
+    def _vote(self, id_: int, ok: bool, problem: str) -> bool:
+        """Vote on round `id_`, and return True if it is committed.
 
         Raises:
             IslandError: no exchange has succeeded for `give_up`.
         """
-        outcome = self._coordinator.vote(id_, ok)
-        self._void_rounds = [] if outcome.committed else [*self._void_rounds, time.monotonic()]
+        committed = self._coordinator.vote(id_, ok)
+        self._void_rounds = [] if committed else [*self._void_rounds, time.monotonic()]
         count = len(self._void_rounds)
         if count > MAX_VOID_ROUNDS and self._void_rounds[-1] - self._void_rounds[0] > self.elastic.give_up_seconds:
             raise IslandError(
                 f"/deepspeed_compress/islands/elastic/give_up: {count} exchanges in a row failed within "
-                f"{self.elastic.give_up} ({problem or 'other islands failed'}). Islands must reach each other, not "
-                "only the coordinator: open the ports between them, or set GLOO_SOCKET_IFNAME. If they do, and "
-                "exchanges time out, the link is too slow: write a longer give_up, or fewer bits"
+                f"{self.elastic.give_up} ({problem or 'other islands failed'}); open the ports between islands, or set "
+                "GLOO_SOCKET_IFNAME, or if exchanges time out on a slow link, write a longer give_up, or fewer bits"
             )
-        return outcome
-
-
-def _shorten(error: Exception) -> str:
-    """Return gloo's error message without its source location and advice."""
-    text = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
-    return text or type(error).__name__
+        return committed
 
 
 class RoundConnections:
     """Connections of a rank whose island exchanges in rounds.
 
     Attributes:
-        address: "host:port" at which the anchor of this rank is served.
+        anchor: the anchor of this rank.
+        address: "host:port" at which the anchor is served.
         client: connection to the coordinator on the first rank; None on the others, and before `join`.
     """
 
     def __init__(self, elastic: Elastic, anchor: SharedAnchor) -> None:
-        self._elastic = elastic
+        self._elastic, self.anchor = elastic, anchor
         self._host = own_address(elastic.rendezvous.rpartition(":")[0])
         self._server = AnchorServer(self._host, anchor.copy, elastic.timeout_seconds)
         self.address = self._server.address
@@ -335,17 +317,10 @@ class RoundConnections:
             terms: the settings that must be equal in all islands.
             addresses: the `address` of every rank.
         """
-        elastic = self._elastic
+        elastic, terms = self._elastic, {**terms, "timeout": self._elastic.timeout_seconds}
         self._store = store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        self.client = CoordinatorClient(
-            elastic.rendezvous,
-            elastic.timeout_seconds,
-            elastic.give_up_seconds,
-            {**terms, "timeout": elastic.timeout_seconds},
-            f"{self._host}:{store.port}",
-            addresses,
-            f"{socket.gethostname()}:{uuid.getnode():x}:{os.getpid()}",
-        )
+        own, process = f"{self._host}:{store.port}", f"{socket.gethostname()}:{uuid.getnode():x}:{os.getpid()}"
+        self.client = CoordinatorClient(elastic.rendezvous, elastic.give_up_seconds, terms, own, addresses, process)
 
     def close(self) -> None:
         """Leave the other islands, and stop serving the anchor. It may be called repeatedly."""

@@ -177,36 +177,23 @@ def payload_reducer(
     return reducer
 
 
-class AnchorState:
-    """State that is equal on all islands: the anchor and the outer optimizer's momentum. Writes take effect at once."""
-
-    def __init__(self, stores: ResidualStores) -> None:
-        self.anchor = stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
-        self.momentum = stores.get(MOMENTUM, "fp32", scaled=False, transactional=False)
-
-    def move(self, segments: Sequence[Segment], update: Tensor, outer: Outer) -> Tensor:
-        """Apply the `outer` optimizer to the mean `update`, store the new anchor, and return it."""
-        anchor = self.anchor.read(segments, update.device)
-        if outer.optimizer == "average":
-            anchor.add_(update, alpha=outer.lr)
-        else:
-            momentum = self.momentum.read(segments, update.device)
-            move_anchor(anchor, update, momentum, outer)
-            self.momentum.write(segments, momentum)
-        self.anchor.write(segments, anchor)
-        return anchor
-
-
 class LocalSGDExchange:
     """One exchange of Local SGD and DiLoCo, with error feedback: send an update, receive the mean, move the anchor.
 
     Args:
         stores: residuals, anchor and momentum of this rank.
         meter: receives the similarity of the islands' updates.
+
+    Attributes:
+        anchor: store of the anchor, which is equal on all islands, as is the outer optimizer's momentum. Writes take
+            effect at once.
     """
 
     def __init__(self, stores: ResidualStores, meter: Meter) -> None:
-        self.state, self._meter = AnchorState(stores), meter
+        self.anchor, self._momentum = (
+            stores.get(name, "fp32", scaled=False, transactional=False) for name in (ANCHOR, MOMENTUM)
+        )
+        self._meter = meter
 
     def send(
         self,
@@ -241,24 +228,33 @@ class LocalSGDExchange:
         """Wait for the islands, and return their mean update, flat fp32."""
         mean, share = pending.wait(), pending.share
         if pending.has_weights:
-            mean = mean - self.state.anchor.read(pending.segments, mean.device)
+            mean = mean - self.anchor.read(pending.segments, mean.device)
         if share.islands > 1:
             own = self._update(pending.sent, pending.segments, share)
             self._meter.islands_cosine = cosine_to_others(own, mean, 1 / float(share.islands))
         return mean
 
     def apply(self, pending: PendingExchange, update: Tensor, outer: Outer) -> Tensor:
-        """Move the anchor by the mean `update`, and return it. A mean of master weights is used as it is if possible.
+        """Apply the `outer` optimizer to the mean `update`, store the new anchor, and return it.
 
-        Using it as it is avoids rounding.
+        Momentum is that of torch.optim.SGD with `nesterov`: momentum = m momentum + update, anchor += lr (update + m
+        momentum). A mean of master weights is used as it is if possible, which avoids rounding.
         """
+        segments = pending.segments
         if pending.has_weights and outer.optimizer == "average" and outer.lr == 1.0:
-            self.state.anchor.write(pending.segments, pending.values)
-            return pending.values
-        return self.state.move(pending.segments, update, outer)
+            anchor = pending.values
+        else:
+            anchor = self.anchor.read(segments, update.device)
+            if outer.optimizer == "nesterov":
+                momentum = self._momentum.read(segments, update.device).mul_(outer.momentum).add_(update)
+                self._momentum.write(segments, momentum)
+                update = update.add(momentum, alpha=outer.momentum)
+            anchor.add_(update, alpha=outer.lr)
+        self.anchor.write(segments, anchor)
+        return anchor
 
     def _update(self, sent: Tensor, segments: Sequence[Segment], share: Share) -> Tensor:
-        update = sent - self.state.anchor.read(segments, sent.device)
+        update = sent - self.anchor.read(segments, sent.device)
         return update if share.weight == 1.0 else update.mul_(share.weight)
 
 
@@ -278,15 +274,6 @@ def cosine_to_others(own: Tensor, mean: Tensor, share: float) -> Callable[[], fl
     """
     found = torch.nn.functional.cosine_similarity(own, mean - share * own, dim=0)
     return lambda: float(found)
-
-
-def move_anchor(anchor: Tensor, update: Tensor, momentum: Tensor, outer: Outer) -> Tensor:
-    """Move `anchor` by Nesterov momentum of the mean `update`, and return it. Changes `momentum` too.
-
-    As in torch.optim.SGD with `nesterov`: momentum = m momentum + update, anchor += lr (update + m momentum).
-    """
-    momentum.mul_(outer.momentum).add_(update)
-    return anchor.add_(update.add(momentum, alpha=outer.momentum), alpha=outer.lr)
 
 
 def _partition(segments: Sequence[Segment], islands: int) -> Partition:

@@ -1,60 +1,34 @@
 """Exchanges among the fixed islands of one job, in fragments and with a delay (Streaming DiLoCo, arXiv:2501.18512)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from deepspeed_compress.collectives.buckets import Partition
-from deepspeed_compress.collectives.reducer import StepClock
-from deepspeed_compress.collectives.reduction import ReductionContext
-from deepspeed_compress.compression.residual_stores import ResidualStores
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.config import Islands, Outer
-from deepspeed_compress.local_sgd.exchange import (
-    LocalSGDExchange,
-    MasterWeights,
-    Peers,
-    PendingExchange,
-    Share,
-    write_anchor,
-)
-from deepspeed_compress.local_sgd.moments import SecondMoments
+from deepspeed_compress.config import Outer
+from deepspeed_compress.local_sgd.exchange import LocalSGDExchange, Peers, PendingExchange, Share, write_anchor
+from deepspeed_compress.local_sgd.strategy import ExchangeContext
 
 
 class FixedExchange:
     """Exchanges of one rank with a fixed set of islands.
 
     Args:
-        settings: the section's `islands`.
-        master_weights: fp32 master weights of this rank.
-        reduction_context: the group of ranks of equal place, the residual stores and the counters.
-        island: the ranks of this island.
+        context: the settings, the ranks of this island, and the state of this rank. Its reductions are over the ranks
+            of equal place.
         number: number of this island.
-        moments: second moments of the optimizer, if they are exchanged.
-        on_divergence: called when the master weights were reset to the anchor because some were not finite.
     """
 
-    def __init__(
-        self,
-        settings: Islands,
-        master_weights: MasterWeights,
-        reduction_context: ReductionContext,
-        island: ProcessGroup,
-        number: int,
-        moments: SecondMoments | None = None,
-        on_divergence: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.settings, self.number = settings, number
-        self.stores: ResidualStores = reduction_context.stores
-        self._weights, self._moments, self._on_divergence = master_weights, moments, on_divergence
-        self._island = island
-        self._clock: StepClock = reduction_context.run.clock
-        self._exchange = LocalSGDExchange(reduction_context.stores, reduction_context.run.meter)
-        self._anchor = self._exchange.state.anchor
-        self._peers = Peers(settings, master_weights.segments, reduction_context)
+    def __init__(self, context: ExchangeContext, number: int) -> None:
+        self.settings, self.number, reduction = context.settings, number, context.reduction
+        self.stores, self._clock = reduction.stores, reduction.run.clock
+        self._weights, self._moments = context.master_weights, context.moments
+        self._on_divergence, self._ranks = context.on_divergence, context.ranks
+        self._exchange = LocalSGDExchange(reduction.stores, reduction.run.meter)
+        self._anchor = self._exchange.anchor
+        self._peers = Peers(context.settings, context.master_weights.segments, reduction)
         self._pending: list[PendingExchange] = []
 
     def start(self) -> None:
@@ -73,17 +47,18 @@ class FixedExchange:
             [segment for segment in fragment.segments if not has_anchor([segment])]
             for fragment in self._peers.fragments
         ]
-        some = torch.tensor(float(any(missing)), device=self._weights.device)
-        dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._island)
-        if some:
+        if not self._ranks.all_true(not any(missing)):
             self._start_from_first(missing)
 
     def step_ended(self, step: int) -> None:
         """Send what is due after optimizer step `step` (counted from 1), and apply what has arrived."""
         self._clock.begin(step)
         is_warm_up, delay = step <= self.settings.warmup_steps, self.settings.delay
-        for fragment in self._peers.fragments if is_warm_up else self._due_fragments(step):
-            self._pending.append(self._send(fragment, step, is_warm_up))
+        every, fragments = self.settings.sync_steps, self._peers.fragments
+        assert every is not None, "only elastic islands have an interval in seconds"
+        for turn, fragment in enumerate(fragments):
+            if is_warm_up or step % every == turn * every // len(fragments):
+                self._pending.append(self._send(fragment, step, is_warm_up))
         for pending in self._pending:
             if pending.step + (delay + 1) // 2 <= step:
                 pending.send_back()
@@ -111,31 +86,21 @@ class FixedExchange:
             means.write(segments, kept)
         self._commit()
 
-    def _due_fragments(self, step: int) -> list[Partition]:
-        """Return the fragments that are due at `step`."""
-        every, fragments = self.settings.sync_steps, self._peers.fragments
-        assert every is not None, "only elastic islands have an interval in seconds"
-        return [fragment for turn, fragment in enumerate(fragments) if step % every == turn * every // len(fragments)]
-
     def _send(self, fragment: Partition, step: int, is_warm_up: bool) -> PendingExchange:
-        segments = fragment.segments
+        segments, group = fragment.segments, self._peers.group
         sent = self._weights.read(segments)
-        share = self._share(sent)
+        # The ranks of this island agree whether all master weights are finite.
+        healthy = torch.isfinite(sent).all().to(torch.float32)
+        dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._ranks.group)
+        is_healthy = bool(healthy)
+        count = dist.all_reduce(healthy, group=group, async_op=True) if group.size() > 1 else None
+        share = Share(is_healthy, float(is_healthy), healthy, count)
         is_plain = is_warm_up or self.settings.exchange.method == "none"
         pending = self._exchange.send(self._peers, fragment, segments, step, sent, share, has_weights=is_plain)
         if self._moments is not None and fragment is self._peers.fragments[0]:
             # They are small compared to a fragment, so all of them are sent with the first one.
             pending.moments = self._moments.start(self._peers.start_sum, share.weight)
         return pending
-
-    def _share(self, weights: Tensor) -> Share:
-        """Return the part of this island, after its ranks have agreed whether all master weights are finite."""
-        healthy, group = torch.isfinite(weights).all().to(torch.float32), self._peers.group
-        if self._island.size() > 1:
-            dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._island)
-        is_healthy = bool(healthy)
-        count = dist.all_reduce(healthy, group=group, async_op=True) if group.size() > 1 else None
-        return Share(is_healthy, float(is_healthy), healthy, count)
 
     def _apply(self, ended: Sequence[PendingExchange]) -> None:
         """Move the anchor. Master weights become the anchor plus their updates since the fragment was sent."""

@@ -77,7 +77,14 @@ class SecondMoments:
         parts = [part for part, _ in self._parts()]
         sizes = [len(part) for part in parts]
         for part, *sums in zip(parts, torch.split(before, sizes), torch.split(mean, sizes), strict=True):
-            _scale(part, *(one.to(part.device) for one in sums))
+            earlier, target = (one.to(part.device) for one in sums)
+            now = _sums(part)
+            since = (now - earlier).clamp_min_(0.0)
+            target = target + torch.where(torch.isfinite(since), since, 0.0)
+            usable = torch.isfinite(now) & (now > 0)
+            # With this order of operations, blocks of one element get the same bits on all islands.
+            scaled = torch.where(usable[:, None], part / now[:, None], 1 / part.shape[1]).mul_(target[:, None])
+            part.copy_(torch.where(target[:, None] > 0, scaled, part))
 
     def _parts(self) -> Iterator[tuple[Tensor, float]]:
         """Yield the whole blocks of each view, (blocks, block_size), and its rest, (1, rest), if not empty."""
@@ -91,17 +98,6 @@ class SecondMoments:
 
 def _sums(part: Tensor) -> Tensor:
     return part.sum(1, dtype=torch.float32)
-
-
-def _scale(part: Tensor, before: Tensor, mean: Tensor) -> None:
-    """Scale the rows of `part` in place. Their sums at the start of the exchange were `before`."""
-    now = _sums(part)
-    since = (now - before).clamp_min_(0.0)
-    target = mean + torch.where(torch.isfinite(since), since, 0.0)
-    usable = torch.isfinite(now) & (now > 0)
-    # With this order of operations, blocks of one element get the same bits on all islands.
-    scaled = torch.where(usable[:, None], part / now[:, None], 1 / part.shape[1]).mul_(target[:, None])
-    part.copy_(torch.where(target[:, None] > 0, scaled, part))
 
 
 @dataclass(frozen=True)

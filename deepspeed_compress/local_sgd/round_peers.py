@@ -1,7 +1,7 @@
 """Process groups of the islands in a round, which are reused as long as the participants stay the same."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import cast
 
@@ -47,15 +47,6 @@ def _gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroup:
     return cast(ProcessGroup, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
 
 
-@dataclass
-class _LastRound:
-    """Groups of the islands `numbers` that were last used in round `round`."""
-
-    peers: Peers
-    numbers: tuple[int, ...]
-    round: int
-
-
 class RoundPeers:
     """The ranks of equal place in the islands of the current round.
 
@@ -71,7 +62,9 @@ class RoundPeers:
     def __init__(self, context: ExchangeContext, make: MakeGroups) -> None:
         self._context, self._make = context, make
         self._timeout = context.elastic.timeout_seconds
-        self._last: _LastRound | None = None
+        self._peers: Peers | None = None
+        self._last: tuple[tuple[int, ...], int] = (), 0
+        """Numbers of the islands for which `_peers` were made, and the round in which they were last used."""
 
     def connect(self, round_: Round, place: int, number: int) -> Peers:
         """Return the last round's group if all islands took part in it, else a new one. All decide alike.
@@ -84,17 +77,15 @@ class RoundPeers:
         Raises:
             RuntimeError: a rank is missing for too long.
         """
-        numbers, last = tuple(partner.number for partner in round_.partners), self._last
+        numbers = tuple(partner.number for partner in round_.partners)
         same = all(partner.version == round_.base for partner in round_.partners)
-        if last is None or not same or last.numbers != numbers or last.round != round_.base:
-            self._last = None
+        if self._peers is None or not same or self._last != (numbers, round_.base):
+            self._peers = None
             groups, context = self._make(round_, place, number, self._timeout), self._context
             reduction = replace(context.reduction, groups=groups)
-            peers = Peers(context.settings, context.master_weights.segments, reduction)
-            last = _LastRound(peers, numbers, round_.base)
-        last.round = round_.id
-        self._last = last
-        return last.peers
+            self._peers = Peers(context.settings, context.master_weights.segments, reduction)
+        self._last = numbers, round_.id
+        return self._peers
 
     def round_ended(self, committed: bool, took: float) -> None:
         """Keep the group of a committed round, and adapt the timeout to the seconds that the round took."""
@@ -105,4 +96,4 @@ class RoundPeers:
 
     def disconnect(self) -> None:
         """Drop the group: the next round creates a new one."""
-        self._last = None
+        self._peers = None

@@ -1,4 +1,4 @@
-"""Common parts of exchange strategies among islands that join and leave: interface, inputs, ranks, and intervals.
+"""Common parts of exchange strategies: inputs, ranks, results, and the intervals of islands that join and leave.
 
 The ranks of an island act alike: all ranks follow what the first one receives and decides.
 """
@@ -6,14 +6,14 @@ The ranks of an island act alike: all ranks follow what the first one receives a
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.collectives.objects import gather_objects
+from deepspeed_compress.collectives.objects import gather_objects, of_first
 from deepspeed_compress.collectives.reduction import ReductionContext
 from deepspeed_compress.config import Elastic, Islands
 from deepspeed_compress.errors import CompressError, IslandError
@@ -39,45 +39,32 @@ class IslandRanks:
 
         An error of `work` is raised on all ranks; on the others as an IslandError, unless it is a CompressError.
         """
-        value: T | None = None
+        found: tuple[Any, Exception | None] = None, None
         problem: Exception | None = None
         if self.place == 0:
             try:
-                value = work(*args)
+                found = work(*args), None
+            except CompressError as error:
+                found = None, error
             except Exception as error:  # whatever it is, the other ranks must be told
                 problem = error
-        told: list[Any] = [(value, _portable(problem))]
-        if self.group is not None:
-            dist.broadcast_object_list(told, dist.get_global_rank(self.group, 0), group=self.group)
-        result: T = told[0][0]
-        if told[0][1] is not None:
-            raise problem or told[0][1]
-        return result
+                found = None, IslandError(f"the first rank of this island has failed: {error!r}")
+        result, told = found if self.group is None else of_first(found, self.group)
+        if told is not None:
+            raise problem or told
+        return cast(T, result)
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of every rank, on all ranks. Collective."""
         return [value] if self.group is None else gather_objects(value, self.group)
 
     def all_equal(self, value: int) -> bool:
-        """Return True if all ranks have the same `value`, which must not be negative. Collective."""
-        extremes = torch.tensor([value, -value])
-        if self.group is not None:
-            dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
-        return int(extremes[0]) == -int(extremes[1])
+        """Return True if all ranks have the same `value`. Collective."""
+        return len(set(self.gather(value))) == 1
 
     def all_true(self, value: bool) -> bool:
         """Return True if `value` is True on all ranks. Collective."""
-        found = torch.tensor([float(value)])
-        if self.group is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(found)
-
-
-def _portable(error: Exception | None) -> CompressError | None:
-    """Return `error` in a form that can be sent to other ranks."""
-    if error is None or isinstance(error, CompressError):
-        return error
-    return IslandError(f"the first rank of this island has failed: {error!r}")
+        return all(self.gather(value))
 
 
 @dataclass(frozen=True)
@@ -85,9 +72,9 @@ class ExchangeContext:
     """Inputs of any exchange strategy.
 
     Attributes:
-        settings: the section's `islands`, with `elastic`.
+        settings: the section's `islands`.
         master_weights: fp32 master weights of this rank.
-        reduction: the residual stores and counters, over a group of this rank alone.
+        reduction: the residual stores and counters, over the ranks of equal place, or this rank alone if they change.
         ranks: the ranks of this island.
         moments: second moments of the optimizer, if they are exchanged.
         on_divergence: called when the master weights equal the anchor again after some were not finite.
@@ -151,29 +138,23 @@ class LeaderDecision:
         """
         if self._group is None:
             return own or is_known
-        if is_known:
-            self.forget()
+        if self.take() or is_known:
             return True
-        earlier, new = self._broadcast, torch.tensor([float(own)])
-        first = dist.get_global_rank(self._group, 0)
-        self._broadcast = (dist.broadcast(new, first, group=self._group, async_op=True), new)
-        if earlier is None or not _wait_for(earlier):
+        new = torch.tensor([float(own)])
+        self._broadcast = (dist.broadcast(new, group=self._group, async_op=True, group_src=0), new)
+        return False
+
+    def take(self) -> bool:
+        """Wait for the broadcast in progress, and return its decision, which is then forgotten. Collective.
+
+        Returns False if there is none.
+        """
+        broadcast, self._broadcast = self._broadcast, None
+        if broadcast is None:
             return False
-        self.forget()
-        return True
-
-    def forget(self) -> None:
-        """Wait for the broadcast in progress, if there is one, and ignore its decision. Collective."""
-        if self._broadcast is not None:
-            _wait_for(self._broadcast)
-        self._broadcast = None
-
-
-def _wait_for(broadcast: tuple[dist.Work, Tensor]) -> bool:
-    """Wait for a broadcast, and return the decision of the first rank."""
-    work, decision = broadcast
-    work.wait()
-    return bool(decision)
+        work, decision = broadcast
+        work.wait()
+        return bool(decision)
 
 
 class SyncInterval:

@@ -29,13 +29,12 @@ from deepspeed_compress.integrations.launch import (
 )
 from deepspeed_compress.launcher.host import Agent
 from deepspeed_compress.launcher.host_resources import job_directory
-from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.launcher.placement import JobOptions, size_problem
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.launcher.workers import Workers
 from deepspeed_compress.transport.client import parse_address
 from deepspeed_compress.transport.credentials import Credentials, pass_on, set_tls
-from deepspeed_compress.transport.machine_server import MachineServer, Service
+from deepspeed_compress.transport.machine_server import MachineServer
 
 
 def run(options: argparse.Namespace) -> int:
@@ -152,8 +151,7 @@ def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credent
     listen_address, server = _listen_address(host), None
     # It is not served here if it is that of another host, or if another agent of this host serves it.
     with suppress(OSError):
-        service = Service(SUPERVISOR, FROM_AGENTS)
-        server = MachineServer(service, supervisor, None, listen_address, port, _log, credentials)
+        server = MachineServer(supervisor, None, listen_address, port, _log, credentials)
     if server is None:
         yield host, port
         return

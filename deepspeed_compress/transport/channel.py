@@ -33,11 +33,6 @@ class Channel:
         self._lock = threading.Lock()
         self._ended = False
 
-    @property
-    def is_open(self) -> bool:
-        """Return False once either side has ended the channel, as far as this side has noticed."""
-        return not self._ended
-
     def start_tls(self, context: ssl.SSLContext, deadline: float) -> None:
         """Make the TLS handshake of a server. Raises as `read_some`."""
         self.socket = tls = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
@@ -104,7 +99,7 @@ class Channel:
             self.socket.close()
 
     def has_hung_up(self) -> bool:
-        """Return True if the other side has closed the connection, even if it sent something before."""
+        """Return True if either side has closed the connection, even if the other one sent something before."""
         poll = select.poll()
         with self._lock:
             if self._ended:
@@ -127,7 +122,7 @@ class Channel:
         poll.poll(left * 1000)
 
 
-def keep_alive(connected: socket.socket, silence: float) -> None:
+def keep_alive(connected: socket.socket, silence: float = 10.0) -> None:
     """Make the kernel end a connection if the other host is gone for about three times `silence` seconds."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -82,18 +82,15 @@ def _explained(error: OSError, address: str, credentials: Credentials) -> OSErro
             f"by copies of that file (mode 0600), {SECRET} or {SECRET_FILE}"
         )
     if isinstance(error, ssl.SSLEOFError | BrokenPipeError | ConnectionResetError):
-        return ProtocolError(f"{address}: {_ENDED}")
+        return ProtocolError(
+            f"{address}: the server closed the connection during the handshake; perhaps only one side uses TLS, or the "
+            "server does not accept the certificate of this side"
+        )
     if not isinstance(error, ssl.SSLError):
         return error
     return AuthenticationError(
         f"{address}: TLS failed ({error}); use certificates of one authority on both sides, or TLS on neither"
     )
-
-
-_ENDED = (
-    "the server closed the connection during the handshake; perhaps only one side uses TLS, or the server does not "
-    "accept the certificate of this side"
-)
 
 
 class RequestClient:
@@ -115,7 +112,10 @@ class RequestClient:
         """Send a request, and return the head and the body of its answer."""
         with self._lock:
             try:
-                connection = self._connected()
+                if self._connection is not None and self._connection.has_hung_up():
+                    # The server closes connections that are idle.
+                    self.hang_up()
+                connection = self._connection = self._connection or self._open_connection()
                 connection.send(head, body)
                 answer = connection.receive(self._timeout)
                 if answer is None:
@@ -124,14 +124,6 @@ class RequestClient:
             except BaseException:
                 self.hang_up()
                 raise
-
-    def _connected(self) -> Connection:
-        if self._connection is not None and self._connection.has_hung_up():
-            # The server closes connections that are idle.
-            self.hang_up()
-        if self._connection is None:
-            self._connection = self._open_connection()
-        return self._connection
 
     def end(self, patience: float = -1) -> None:
         """Close the connection. A request that waits for its answer gets an error at once.

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ LARGE_HEAD = 1 << 24
 """Largest size in bytes of a message with the addresses of thousands of ranks, or with all parameters of a model."""
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """Connection that sends and receives frames. One thread may receive while others send.
 
     Every method raises an OSError if the connection is lost, too slow or violates the protocol; it cannot be used any
@@ -66,11 +66,6 @@ class Connection:
         """Unread bytes of the body of the last frame."""
         self._channel = channel
         self._sending = threading.Lock()
-
-    @property
-    def is_open(self) -> bool:
-        """Return False once this side has noticed that the connection cannot be used any more."""
-        return self._channel.is_open
 
     @property
     def own_address(self) -> str:
@@ -102,7 +97,7 @@ class Connection:
                 raise ValueError("the pieces do not add up to the announced size of the body")
 
     def send_encoded(self, frame: bytes) -> None:
-        """Send a complete frame that `frames.encode` made."""
+        """Send a complete frame that `encode` made."""
         with self._sending, self._ending_on_error():
             self._write(memoryview(frame))
 
@@ -120,8 +115,13 @@ class Connection:
             for _ in self.pieces():
                 pass
             header = memoryview(bytearray(HEADER.size))
-            begun = self._begin(header, timeout)
-            return None if not begun else self._rest_of_head(header, begun, body)
+            try:
+                begun = self._channel.read_some(header, None if timeout is None else time.monotonic() + timeout)
+            except TimeoutError:
+                return None
+            if not begun:
+                raise ConnectionClosedError("the other side has closed the connection")
+            return self._rest_of_head(header, begun, body)
 
     def arrived(self, wait: float) -> list[dict[str, Any]]:
         """Return the heads of all frames that have arrived, waiting at most `wait` seconds for the first one."""
@@ -157,7 +157,7 @@ class Connection:
             yield piece
 
     def has_hung_up(self) -> bool:
-        """Return True if the other side has closed the connection. Does not read."""
+        """Return True if either side has closed the connection. Does not read."""
         return self._channel.has_hung_up()
 
     def end(self) -> None:
@@ -167,9 +167,6 @@ class Connection:
     def close(self) -> None:
         """End the connection and free its descriptor. For the thread that owns it."""
         self._channel.close()
-
-    def __enter__(self) -> "Connection":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -182,16 +179,6 @@ class Connection:
         except BaseException:
             self._channel.end()
             raise
-
-    def _begin(self, header: memoryview, timeout: float | None) -> int:
-        """Read the first bytes of a header, and return how many; 0 if none arrived in time."""
-        try:
-            count = self._channel.read_some(header, None if timeout is None else time.monotonic() + timeout)
-        except TimeoutError:
-            return 0
-        if not count:
-            raise ConnectionClosedError("the other side has closed the connection")
-        return count
 
     def _rest_of_head(self, header: memoryview, begun: int, body: int | None) -> dict[str, Any]:
         deadline = time.monotonic() + self.limits.patience

@@ -130,20 +130,12 @@ def _create(file: Path) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
 class Tls:
-    """TLS contexts of both sides. Build one with `Tls.load`."""
+    """TLS contexts of both sides, for two PEM files. Raises ConfigError if one of them cannot be used."""
 
-    client: ssl.SSLContext
-    server: ssl.SSLContext
-
-    @classmethod
-    def load(cls, certificate: str, authority: str) -> "Tls":
-        """Return the contexts for two PEM files. Raises ConfigError if one of them cannot be used."""
-        return cls(
-            _context(ssl.PROTOCOL_TLS_CLIENT, certificate, authority),
-            _context(ssl.PROTOCOL_TLS_SERVER, certificate, authority),
-        )
+    def __init__(self, certificate: str, authority: str) -> None:
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, authority)
+        self.server = _context(ssl.PROTOCOL_TLS_SERVER, certificate, authority)
 
 
 def find_tls() -> Tls | None:
@@ -161,7 +153,7 @@ def find_tls() -> Tls | None:
             f"{missing[0]}: is not set (allowed: both {TLS_CERTIFICATE} and {TLS_AUTHORITY}, or neither); pass "
             "--tls-certificate and --tls-authority"
         )
-    return Tls.load(files[TLS_CERTIFICATE], files[TLS_AUTHORITY])
+    return Tls(files[TLS_CERTIFICATE], files[TLS_AUTHORITY])
 
 
 def set_tls(environment: MutableMapping[str, str], certificate: str | None, authority: str | None) -> None:

@@ -10,11 +10,11 @@ are generators without sockets: each yields what to send and how many bytes it w
 channel.
 """
 
+import contextlib
 import hmac
 import os
 import struct
 from collections.abc import Callable, Generator
-from typing import NamedTuple
 
 from deepspeed_compress.transport.channel import Channel
 from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError, ServerBusyError
@@ -30,14 +30,8 @@ _VERDICT = struct.Struct(f"!B{_NAME}s{_PROOF}s")
 _WELCOME, _WRONG_SECRET, _OTHER_SERVICE, _BUSY = range(4)
 
 
-class Step(NamedTuple):
-    """Bytes to send, and the number of bytes to receive after that (0: none, the handshake is over)."""
-
-    out: bytes
-    wanted: int
-
-
-Steps = Generator[Step, bytes, None]
+Steps = Generator[tuple[bytes, int], bytes, None]
+"""Steps, each with the bytes to send and the number of bytes to receive after that (0: none, it is the last one)."""
 
 
 def client_steps(key: bytes, service: str) -> Steps:
@@ -50,28 +44,38 @@ def client_steps(key: bytes, service: str) -> Steps:
         ProtocolError: if the server is a different program, or uses another version.
     """
     ours = HELLO.pack(_MAGIC, VERSION, _packed(service), os.urandom(_NONCE))
-    theirs = yield Step(ours, HELLO.size)
+    theirs = yield ours, HELLO.size
     _check_version(theirs)
     if theirs == ours:
         raise AuthenticationError("the server only repeats the client's messages")
-    verdict = yield Step(_client_proof(key, ours + theirs), _VERDICT.size)
-    _check_verdict(key, ours + theirs, verdict, service)
+    verdict = yield _client_proof(key, ours + theirs), _VERDICT.size
+    code, found, proof = _VERDICT.unpack(verdict)
+    if code == _WRONG_SECRET:
+        raise AuthenticationError("the server has a different secret")
+    if not hmac.compare_digest(proof, _server_proof(key, ours + theirs, verdict[: -len(proof)])):
+        raise AuthenticationError("the server does not know the secret")
+    if code == _OTHER_SERVICE:
+        raise OtherServiceError(_unpacked(found), service)
+    if code == _BUSY:
+        raise ServerBusyError("the server has reached its maximum number of connections")
+    if code != _WELCOME:
+        raise ProtocolError(f"the server answered with the unknown code {code}")
 
 
 def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Steps:
     """Check that a client knows `key`, and prove that this side does. Raises as `client_steps` does."""
-    theirs = yield Step(b"", HELLO.size)
+    theirs = yield b"", HELLO.size
     wanted = _service_of(theirs)
     ours = HELLO.pack(_MAGIC, VERSION, b"", os.urandom(_NONCE))
     # The client then learns this side's version before the connection ends.
-    proof = yield Step(ours, _PROOF)
+    proof = yield ours, _PROOF
     _check_version(theirs)
     if not hmac.compare_digest(proof, _client_proof(key, theirs + ours)):
-        yield Step(_VERDICT.pack(_WRONG_SECRET, b"", bytes(_PROOF)), 0)
+        yield _VERDICT.pack(_WRONG_SECRET, b"", bytes(_PROOF)), 0
         raise AuthenticationError("the client has a different secret")
     code = _OTHER_SERVICE if wanted != _packed(service) else _WELCOME if has_room() else _BUSY
     about = struct.pack(f"!B{_NAME}s", code, _packed(service))
-    yield Step(about + _server_proof(key, theirs + ours, about), 0)
+    yield about + _server_proof(key, theirs + ours, about), 0
     if code == _OTHER_SERVICE:
         raise OtherServiceError(service, _unpacked(wanted))
     if code == _BUSY:
@@ -80,15 +84,13 @@ def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Step
 
 def follow(steps: Steps, channel: Channel, deadline: float) -> None:
     """Take the steps of one side. Raises as they do, or an OSError if the other side is gone or too slow."""
-    step = next(steps)
-    while True:
-        channel.write(memoryview(step.out), deadline)
-        received = bytearray(step.wanted)
-        channel.read_all(memoryview(received), deadline)
-        try:
-            step = steps.send(bytes(received))
-        except StopIteration:
-            return
+    out, wanted = next(steps)
+    with contextlib.suppress(StopIteration):
+        while True:
+            channel.write(memoryview(out), deadline)
+            received = bytearray(wanted)
+            channel.read_all(memoryview(received), deadline)
+            out, wanted = steps.send(bytes(received))
 
 
 def _packed(service: str) -> bytes:
@@ -128,17 +130,3 @@ def _client_proof(key: bytes, hellos: bytes) -> bytes:
 
 def _server_proof(key: bytes, hellos: bytes, about: bytes) -> bytes:
     return hmac.digest(key, b"deepspeed_compress server " + hellos + about, "sha256")
-
-
-def _check_verdict(key: bytes, hellos: bytes, verdict: bytes, wanted: str) -> None:
-    code, service, proof = _VERDICT.unpack(verdict)
-    if code == _WRONG_SECRET:
-        raise AuthenticationError("the server has a different secret")
-    if not hmac.compare_digest(proof, _server_proof(key, hellos, verdict[: -len(proof)])):
-        raise AuthenticationError("the server does not know the secret")
-    if code == _OTHER_SERVICE:
-        raise OtherServiceError(_unpacked(service), wanted)
-    if code == _BUSY:
-        raise ServerBusyError("the server has reached its maximum number of connections")
-    if code != _WELCOME:
-        raise ProtocolError(f"the server answered with the unknown code {code}")

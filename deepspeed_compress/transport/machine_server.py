@@ -3,8 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +25,17 @@ JOIN_TIMEOUT = 30.0
 
 
 class Machine(Protocol):
-    """State machine without sockets or a clock, such as `Coordinator`, for `Server` to serve."""
+    """State machine without sockets or a clock, such as `Coordinator`, for `Server` to serve.
+
+    Attributes:
+        service: name of the service.
+        messages: messages that clients may send.
+        requests: kinds of messages that a client may send without joining, such as a command of a user.
+    """
+
+    service: str
+    messages: Messages
+    requests: frozenset[str]
 
     @property
     def timeout(self) -> float:
@@ -61,36 +70,24 @@ class StateFile(Protocol):
         """Release the file for another server."""
 
 
-@dataclass(frozen=True)
-class Service:
-    """Service of a server.
+class ConnectedClient:
+    """Client that is sent heads over `connection`, in order, without blocking the caller.
 
-    Attributes:
-        name: name of the service.
-        messages: messages that clients may send.
-        requests: kinds of messages that a client may send without joining, such as a command of a user.
-    """
-
-    name: str
-    messages: Messages
-    requests: frozenset[str] = frozenset()
-
-
-class SendQueue:
-    """Queue that sends heads over `connection`, in order, without blocking the caller.
-
-    A client that does not read is disconnected once the queue is full, so its answers never fill memory.
+    One that does not read is disconnected once its queue is full, so its answers never fill memory.
 
     Args:
         connection: connection that nothing else sends over.
         count: largest number of waiting messages.
         size: largest number of waiting bytes, if there is more than one message.
+
+    Attributes:
+        name: name under which the client has joined; "" before it has.
     """
 
     def __init__(self, connection: Connection, count: int = 1024, size: int = 1 << 22) -> None:
-        self._connection, self._count, self._size = connection, count, size
+        self.connection, self._count, self._size = connection, count, size
         self._waiting: deque[bytes] = deque()
-        self._bytes = 0
+        self._bytes, self.name = 0, ""
         self._change = threading.Condition()
         self._ended = False
         threading.Thread(target=self._write, daemon=True).start()
@@ -104,7 +101,7 @@ class SendQueue:
         with self._change:
             full = bool(self._waiting) and (len(self._waiting) >= self._count or self._bytes + len(frame) > self._size)
             if full:
-                self._connection.end()
+                self.connection.end()
             if full or self._ended:
                 return False
             self._waiting.append(frame)
@@ -124,35 +121,19 @@ class SendQueue:
             self._change.notify_all()
 
     def _write(self) -> None:
-        while (frame := self._next()) is not None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                frame = self._waiting.popleft()
             try:
-                self._connection.send_encoded(frame)
+                self.connection.send_encoded(frame)
             except OSError:
                 self.end()
             with self._change:
                 self._bytes -= len(frame)
                 self._change.notify_all()
-
-    def _next(self) -> bytes | None:
-        with self._change:
-            self._change.wait_for(lambda: self._waiting or self._ended)
-            return None if self._ended else self._waiting.popleft()
-
-
-def flush_all(queues: Iterable[SendQueue], seconds: float) -> None:
-    """Flush all of `queues` within `seconds` together."""
-    deadline = time.monotonic() + seconds
-    for queue in queues:
-        queue.flush(max(0.0, deadline - time.monotonic()))
-
-
-@dataclass
-class _ConnectedClient:
-    """Connection of a client, with the name under which it has joined ("" before it has)."""
-
-    connection: Connection
-    outgoing: SendQueue
-    name: str = ""
 
 
 class MachineServer:
@@ -162,8 +143,7 @@ class MachineServer:
     is used by one thread at a time. Nothing that a client sends or leaves unread delays the others.
 
     Args:
-        service: the service. Any other message ends the connection of its client.
-        machine: called for every message.
+        machine: called for every message. One that is not in its table ends the connection of its client.
         file: file to which the state is written before any message is sent; None writes nothing.
         host: address to listen at; "" for all.
         port: port to listen at; the attribute `port` has the selected one.
@@ -176,7 +156,6 @@ class MachineServer:
 
     def __init__(
         self,
-        service: Service,
         machine: Machine,
         file: StateFile | None,
         host: str,
@@ -184,13 +163,13 @@ class MachineServer:
         report: Callable[[str], None],
         credentials: Credentials,
     ) -> None:
-        self._machine, self._service, self._file = machine, service, file
+        self._machine, self._file = machine, file
         # Any client that has the secret can be refused as often as it likes.
         self._notices = RateLimitedLog(report)
-        self._transport = Server(service.name, self._attend, host, port, credentials, MEMBERS, log=report)
+        self._transport = Server(machine.service, self._attend, host, port, credentials, MEMBERS, log=report)
         self.port = self._transport.port
         self._lock = threading.Lock()
-        self._clients: dict[str, _ConnectedClient] = {}
+        self._clients: dict[str, ConnectedClient] = {}
         self._written = ""
         self._ended = threading.Event()
         self._broken: BaseException | None = None
@@ -230,16 +209,19 @@ class MachineServer:
             self.stop()
 
     def _flush(self) -> None:
+        """Flush all queues within `FLUSH` together."""
+        deadline = time.monotonic() + FLUSH
         with self._lock:
-            queues = [client.outgoing for client in self._clients.values()]
-        flush_all(queues, FLUSH)
+            clients = list(self._clients.values())
+        for client in clients:
+            client.flush(max(0.0, deadline - time.monotonic()))
 
     def _attend(self, connection: Connection) -> None:
         """Serve one connection until it ends. A malformed message ends it, and silence.
 
         After a stall of this process, a message that has arrived meanwhile is read before its client counts as silent.
         """
-        client = _ConnectedClient(connection, SendQueue(connection))
+        client = ConnectedClient(connection)
         why = "was silent for longer than `timeout`"
         try:
             while (head := connection.receive(self._machine.timeout if client.name else JOIN_TIMEOUT)) is not None:
@@ -253,27 +235,31 @@ class MachineServer:
             if not client.name:
                 raise
         finally:
-            client.outgoing.end()
+            client.end()
             with self._lock:
-                self._disconnect(client, why)
+                # Otherwise it never joined, or has connected again in the meantime.
+                if self._clients.get(client.name) is client:
+                    del self._clients[client.name]
+                    self._machine.disconnect(client.name, time.monotonic(), why)
+                    self._deliver()
 
-    def _handle(self, client: _ConnectedClient, head: Message) -> None:
+    def _handle(self, client: ConnectedClient, head: Message) -> None:
         now = time.monotonic()
         if head["kind"] == "status":
-            client.outgoing.put({"kind": "status", **self._machine.status(now)})
+            client.put({"kind": "status", **self._machine.status(now)})
             return
-        self._service.messages.read(head)
+        self._machine.messages.read(head)
         if head["kind"] == "join":
             self._join(client, head.get("name", ""))
-        if not client.name and head["kind"] not in self._service.requests:
+        if not client.name and head["kind"] not in self._machine.requests:
             # A beat may overtake the first message of a client.
             return
         if head["kind"] == "beat":
-            client.outgoing.put({"kind": "beat"})
+            client.put({"kind": "beat"})
         self._machine.handle(client.name, head, now)
         self._deliver()
 
-    def _join(self, client: _ConnectedClient, name: str) -> None:
+    def _join(self, client: ConnectedClient, name: str) -> None:
         if not name:
             raise ProtocolError("a client joined without a name")
         if client.name not in ("", name):
@@ -282,14 +268,6 @@ class MachineServer:
         if former is not None and former is not client:
             former.connection.end()
         client.name, self._clients[name] = name, client
-
-    def _disconnect(self, client: _ConnectedClient, why: str) -> None:
-        if self._clients.get(client.name) is not client:
-            # It never joined, or has connected again in the meantime.
-            return
-        del self._clients[client.name]
-        self._machine.disconnect(client.name, time.monotonic(), why)
-        self._deliver()
 
     def _deliver(self) -> None:
         """Send messages, after saving the state: an island that was told an outcome must find it again later.
@@ -307,6 +285,6 @@ class MachineServer:
         for name, message in self._machine.take_messages():
             client = self._clients.get(name)
             if client is not None:
-                client.outgoing.put(message)
+                client.put(message)
                 if message["kind"] == "refused":
                     self._notices(f"a client at {client.connection.peer} was refused: {message['why']}")

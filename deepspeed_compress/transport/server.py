@@ -33,13 +33,11 @@ class Bounds:
         connections: Largest number of authenticated connections. A client above that gets ServerBusyError.
         pending: Largest number of unauthenticated connections.
         patience: Seconds for a connection to authenticate.
-        silence: Seconds without a sign of the other host; the kernel ends a connection after three times as many.
     """
 
     connections: int = 1024
     pending: int = 128
     patience: float = 5.0
-    silence: float = 10.0
 
 
 DEFAULT_BOUNDS = Bounds()
@@ -148,6 +146,7 @@ class Server:
         self._crowd = _Crowd(bounds.pending)
         self._threads: dict[Channel, threading.Thread] = {}
         self._admitted: set[Channel] = set()
+        """Authenticated connections."""
         self._change = threading.Condition()
 
     def run(self, ready: Callable[[], None] = lambda: None, ending: Callable[[], None] = lambda: None) -> None:
@@ -189,11 +188,6 @@ class Server:
     def descriptors(self) -> set[int]:
         """Return the descriptors that a forked process must keep if the server is to run in it."""
         return {one.fileno() for one in (self._listener, self._waker, self._woken)}
-
-    @property
-    def connections(self) -> int:
-        """Return the number of authenticated connections."""
-        return len(self._admitted)
 
     def _accept(self) -> None:
         try:
@@ -238,7 +232,7 @@ class Server:
 
     def _authenticate(self, channel: Channel) -> None:
         deadline = time.monotonic() + self._bounds.patience
-        keep_alive(channel.socket, self._bounds.silence)
+        keep_alive(channel.socket)
         if self._credentials.tls is not None:
             channel.start_tls(self._credentials.tls.server, deadline)
         follow(

@@ -34,16 +34,18 @@ def test_hostile_messages_do_not_disturb_the_transfer_of_anchors(count: int) -> 
         copies.append(version)
         return (3, {"run": "mine"}, {"anchor": anchor}) if version <= 3 else None
 
-    server = AnchorServer("127.0.0.1", copy, 2.0, OWN)
+    server = AnchorServer("127.0.0.1", copy, 2.0)
     templates = [{"kind": ANCHOR, "version": 1, "timeout": 1.0}, {"kind": ANCHOR, "version": 9}]
     before = resident_memory(os.getpid())
     threads = start_threads(
         lambda: attack_unauthenticated(server.address, count // 2, 1),
-        lambda: attack_authenticated(server.address, ANCHOR, OWN, lambda number: templates, count // 2, 2),
+        lambda: attack_authenticated(
+            server.address, ANCHOR, Credentials.find(), lambda number: templates, count // 2, 2
+        ),
     )
     for _ in range(10):
         version, _, tensors = with_retries(
-            lambda: fetch_anchor(server.address, 1, 20.0, {"anchor": NUMEL}, "mine", OWN), ConnectionError
+            lambda: fetch_anchor(server.address, 1, 20.0, {"anchor": NUMEL}, "mine"), ConnectionError
         )
         assert version == 3
         assert torch.equal(tensors["anchor"], anchor)

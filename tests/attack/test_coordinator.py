@@ -61,15 +61,15 @@ class Islands:
 
 
 def client_factory(address: str) -> Callable[[int], CoordinatorClient]:
-    return lambda number: CoordinatorClient(address, TIMEOUT, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"])
+    return lambda number: CoordinatorClient(address, 30.0, TERMS, f"host{number}:1", [f"host{number}:2"], "")
 
 
 def exchange_once(client: CoordinatorClient) -> tuple[int, bool]:
     round_ = client.arrive(10)
     assert round_ is not None
-    outcome = client.vote(round_.id, True)
+    committed = client.vote(round_.id, True)
     client.version = round_.id
-    return outcome.id, outcome.committed
+    return round_.id, committed
 
 
 def templates(number: int) -> list[Message]:

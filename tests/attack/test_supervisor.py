@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
+from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR
 from deepspeed_compress.launcher.placement import JobOptions
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection, Limits
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.machine_server import MachineServer, Service
+from deepspeed_compress.transport.machine_server import MachineServer
 from tests.support.coordinators import serving
 from tests.support.hostile import COUNTS, Message, attack_authenticated, attack_unauthenticated
 from tests.support.processes import MEGABYTE, resident_memory
@@ -77,8 +77,7 @@ class Agent:
 def supervised(log: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Run a supervisor for one host with two ranks, and yield its address."""
     machine = Supervisor(JobOptions(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", log)
-    service = Service(SUPERVISOR, FROM_AGENTS)
-    server = MachineServer(service, machine, None, "127.0.0.1", 0, log, Credentials.find())
+    server = MachineServer(machine, None, "127.0.0.1", 0, log, Credentials.find())
     with serving(server):
         yield f"127.0.0.1:{server.port}"
 

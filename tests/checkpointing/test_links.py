@@ -15,7 +15,7 @@ from deepspeed_compress.checkpointing.memory_directory import find_host_saves
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.state_description import read_description
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.local_sgd.coordinator.coordinator import hold_state
+from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile
 from deepspeed_compress.safe_files import hold, temporary, write_text
 from tests.support.checkpoints import save, write
 
@@ -155,7 +155,7 @@ def test_temporary_names_that_are_links_overwrite_no_other_file(tmp_path: Path) 
         stream.finish()
     (tmp_path / "state.json.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        hold_state(tmp_path / "state.json")
+        StateFile(tmp_path / "state.json")
     assert (tmp_path / "precious").read_text() == "contents"
 
 

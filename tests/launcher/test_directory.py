@@ -15,7 +15,7 @@ def start_often(base: Path) -> None:
     host_resources._SHARED_MEMORY = base
     for _ in range(STARTS):
         with job_directory() as job:
-            assert job.memory.is_dir()
+            assert job.is_dir()
 
 
 def test_concurrent_agents_do_not_remove_each_others_directories(tmp_path: Path) -> None:

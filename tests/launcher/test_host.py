@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.launcher.host import Agent
-from deepspeed_compress.launcher.host_resources import JobDirectory
-from deepspeed_compress.launcher.workers import Ended
 from deepspeed_compress.transport.credentials import Credentials
 
 
@@ -16,18 +14,18 @@ class Ranks:
 
     def __init__(self) -> None:
         self.living: set[int] = set()
-        self._ended: list[Ended] = []
+        self._ended: dict[int, int] = {}
 
     def start(self, ranks: dict[int, Any]) -> None:
         self.living = set(ranks)
 
     def end(self, status: int) -> None:
         """Have all ranks end with `status`."""
-        self._ended = [Ended(rank, status) for rank in sorted(self.living)]
+        self._ended = dict.fromkeys(sorted(self.living), status)
         self.living = set()
 
-    def ended(self) -> list[Ended]:
-        found, self._ended = self._ended, []
+    def ended(self) -> dict[int, int]:
+        found, self._ended = self._ended, {}
         return found
 
     def signal(self, number: int, ranks: object = None) -> None:
@@ -58,7 +56,7 @@ def test_a_host_whose_ranks_have_succeeded_stops_when_a_rank_of_another_host_fai
     ranks: Any = Ranks()
     link: Any = Link()
     address, credentials = ("127.0.0.1", 1), Credentials.of_this_process()
-    agent = Agent(address, "job", 2, 1.0, ranks, JobDirectory(tmp_path), print, credentials)
+    agent = Agent(address, "job", 2, 1.0, ranks, tmp_path, print, credentials)
     agent._link = link
     rest = {"restart": 0, "world": 4, "hosts": ["127.0.0.1"], "port": 1, "resume": False, "node": 1}
     link.deliver(agent, "start", **rest)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deepspeed_compress.launcher.workers import Ended, Workers
+from deepspeed_compress.launcher.workers import Workers
 from tests.support.processes import alive
 from tests.support.transport import until
 
@@ -29,10 +29,10 @@ def test_a_rank_that_ends_takes_its_children_with_it(tmp_path: Path) -> None:
     child = tmp_path / "child"
     workers = Workers(["bash", "-c", f'sleep 1000 & echo $! > {child}; read -r line; exit "$CODE"'])
     workers.start({5: {"CODE": "3"}})
-    ended: list[Ended] = []
-    until(lambda: bool(ended.extend(workers.ended()) or ended))
+    ended: dict[int, int] = {}
+    until(lambda: ended.update(workers.ended()) or ended)
     # Standard input is empty, so a rank that reads it does not wait.
-    assert (ended, workers.living) == ([Ended(5, 3)], frozenset())
+    assert (ended, workers.living) == ({5: 3}, frozenset())
     until(lambda: not alive(int(child.read_text())))
 
 
@@ -40,11 +40,11 @@ def test_signals_reach_the_ranks_that_are_named() -> None:
     workers = Workers(["sleep", "1000"])
     workers.start({0: {}, 1: {}})
     workers.signal(signal.SIGTERM, [1])
-    ended: list[Ended] = []
-    until(lambda: bool(ended.extend(workers.ended()) or ended))
-    assert (ended, workers.living) == ([Ended(1, -signal.SIGTERM)], frozenset({0}))
+    ended: dict[int, int] = {}
+    until(lambda: ended.update(workers.ended()) or ended)
+    assert (ended, workers.living) == ({1: -signal.SIGTERM}, frozenset({0}))
     workers.close()
-    assert workers.ended() == [Ended(0, -signal.SIGKILL)]
+    assert workers.ended() == {0: -signal.SIGKILL}
 
 
 def test_a_rank_ends_with_its_agent(tmp_path: Path) -> None:

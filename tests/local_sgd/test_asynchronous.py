@@ -19,7 +19,6 @@ from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
 from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient
-from deepspeed_compress.local_sgd.exchange import move_anchor
 from deepspeed_compress.local_sgd.parameter_server import server as server_module
 from deepspeed_compress.local_sgd.parameter_server.client import KEPT, PushClient
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
@@ -137,11 +136,13 @@ def test_a_single_island_moves_the_anchor_as_local_sgd_does(server: Server) -> N
 def test_a_single_island_with_momentum_equals_nesterov(server: Server) -> None:
     outer = Outer(optimizer="nesterov", lr=0.7, momentum=0.9)
     island = Island(section(server.port, outer=outer.model_dump(exclude_unset=True)), goal=3.0)
-    anchor, momentum = island.weights.values.clone(), torch.zeros(NUMEL)
+    anchor = torch.nn.Parameter(island.weights.values.clone())
+    expected = torch.optim.SGD([anchor], lr=outer.lr, momentum=outer.momentum, nesterov=True)
     for _ in range(5):
-        move_anchor(anchor, 0.5 * (3.0 - anchor), momentum, outer)
+        anchor.grad = 0.5 * (anchor.detach() - 3.0)
+        expected.step()
         island.step()
-        torch.testing.assert_close(island.weights.values, anchor)
+        torch.testing.assert_close(island.weights.values, anchor.detach())
 
 
 def test_simultaneous_pushes_are_averaged(server: Server) -> None:
@@ -526,7 +527,7 @@ def test_islands_with_other_settings_or_services_are_refused(server: Server, add
     with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
         Island(section(server.port, max_staleness=9))
     with pytest.raises(ConfigError, match=r"the server is a parameter server, not a coordinator"):
-        CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
+        CoordinatorClient(f"127.0.0.1:{server.port}", 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"], "")
     with pytest.raises(ConfigError, match=r"the server is a coordinator, not a parameter server"):
         Island(section(int(address.rpartition(":")[2])))
 

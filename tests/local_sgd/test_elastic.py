@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,14 +113,15 @@ class Island:
         terms = {"timeout": elastic.timeout_seconds, "minimum": elastic.minimum}
         self.client = CoordinatorClient(
             elastic.rendezvous,
-            elastic.timeout_seconds,
             elastic.give_up_seconds,
             terms,
             f"127.0.0.1:{self.store.port}",
             [self.server.address],
+            "",
         )
         doomed = Doomed(self.client, self.instant, self.round)
-        self.exchange = ElasticExchange(context, anchor, doomed, doomed.groups)
+        connections: Any = SimpleNamespace(anchor=anchor, client=doomed)
+        self.exchange = ElasticExchange(context, connections, doomed.groups)
 
     def start(self) -> None:
         """Join, and return once the coordinator waits for this island in every round."""

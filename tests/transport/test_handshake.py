@@ -21,7 +21,7 @@ class Handshake:
         self.sent: list[bytes] = []
         self.errors: dict[str, Exception] = {}
         next(server)
-        data, server_is_next = next(client).out, True
+        data, server_is_next = next(client)[0], True
         while data:
             self.sent.append(data)
             data = self._send("server" if server_is_next else "client", server if server_is_next else client, data)
@@ -30,7 +30,7 @@ class Handshake:
 
     def _send(self, name: str, steps: Steps, data: bytes) -> bytes:
         try:
-            return steps.send(data).out
+            return steps.send(data)[0]
         except StopIteration:
             return b""
         except OSError as error:
@@ -63,7 +63,7 @@ def test_a_replayed_proof_is_refused() -> None:
     server = server_steps(KEY, "echo", lambda: True)
     next(server)
     server.send(result.sent[0])
-    assert server.send(result.sent[2]).out[0] == 1
+    assert server.send(result.sent[2])[0][0] == 1
     with pytest.raises(AuthenticationError):
         next(server)
 
@@ -80,11 +80,11 @@ def test_a_replayed_server_verdict_is_refused() -> None:
 def test_a_server_that_reflects_messages_is_refused() -> None:
     client = client_steps(KEY, "echo")
     with pytest.raises(AuthenticationError, match="repeats"):
-        client.send(next(client).out)
+        client.send(next(client)[0])
     client = client_steps(KEY, "echo")
     next(client)
     other = handshake.HELLO.pack(b"DSCOMPR\n", 1, b"", bytes(32))
-    proof = client.send(other).out
+    proof = client.send(other)[0]
     with pytest.raises(AuthenticationError):
         client.send(b"\0" + b"echo".ljust(22, b"\0") + proof)
 
@@ -94,7 +94,7 @@ def test_a_modified_verdict_is_refused() -> None:
     for code in (2, 3):
         client, server = client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)
         next(server)
-        verdict = server.send(client.send(server.send(next(client).out).out).out).out
+        verdict = server.send(client.send(server.send(next(client)[0])[0])[0])[0]
         with pytest.raises(AuthenticationError):
             client.send(bytes([code]) + verdict[1:])
 
@@ -110,9 +110,9 @@ def test_the_service_is_named_to_clients_that_know_the_secret() -> None:
 def test_both_versions_are_named_if_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     client, server = client_steps(KEY, "echo"), server_steps(KEY, "echo", lambda: True)
     next(server)
-    hello = bytearray(next(client).out)
+    hello = bytearray(next(client)[0])
     hello[9] = 2
-    answer = server.send(bytes(hello)).out
+    answer = server.send(bytes(hello))[0]
     with pytest.raises(ProtocolError, match="version 2 of the transport, and this side version 1"):
         server.send(bytes(32))
     monkeypatch.setattr(handshake, "VERSION", 2)

@@ -20,7 +20,7 @@ from deepspeed_compress.transport.errors import (
     OtherServiceError,
     ServerBusyError,
 )
-from deepspeed_compress.transport.machine_server import SendQueue
+from deepspeed_compress.transport.machine_server import ConnectedClient
 from deepspeed_compress.transport.server import Bounds, Server
 from tests.support.transport import CREDENTIALS, SERVICE, connected, make_certificates, serving, unauthenticated, until
 
@@ -90,7 +90,7 @@ def test_a_write_times_out_if_the_other_side_does_not_read() -> None:
         there = connected(server, limits=Limits(patience=0.3))
         with pytest.raises(TimeoutError):
             there.send({"kind": "x"}, bytes(64 * MEGABYTE))
-        assert not there.is_open
+        assert there.has_hung_up()
         there.close()
         silent.set()
 
@@ -100,7 +100,7 @@ def test_pieces_of_the_wrong_size_end_the_connection(size: int) -> None:
     with serving(limits=Limits(body=10)) as server, connected(server) as there:
         with pytest.raises(ValueError, match="do not add up to the announced size"):
             there.send_pieces({"kind": "x"}, 6, [bytes(size)])
-        assert not there.is_open
+        assert there.has_hung_up()
 
 
 def test_the_error_of_a_wrong_secret_names_the_file_to_copy() -> None:
@@ -117,7 +117,7 @@ def test_the_error_of_a_wrong_secret_names_the_file_to_copy() -> None:
             "refused a connection from 127.0.0.1: the client has a different secret (the secret of this server is from "
             "the tests)"
         ]
-        assert server.connections == 0
+        assert not server._admitted
 
 
 def test_clients_learn_of_another_service_and_of_a_full_server() -> None:
@@ -126,7 +126,7 @@ def test_clients_learn_of_another_service_and_of_a_full_server() -> None:
             connect(f"127.0.0.1:{server.port}", "other", CREDENTIALS)
         with connected(server), pytest.raises(ServerBusyError):
             connected(server)
-        until(lambda: server.connections == 0)
+        until(lambda: not server._admitted)
         connected(server).close()
 
 
@@ -253,23 +253,22 @@ def test_an_error_in_the_service_ends_one_connection_and_is_logged() -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected_before_memory_fills() -> None:
-    queues: list[SendQueue] = []
+    queues: list[ConnectedClient] = []
 
     def talk(connection: Connection) -> None:
-        queues.append(SendQueue(connection, count=10_000, size=MEGABYTE))
+        queues.append(ConnectedClient(connection, count=10_000, size=MEGABYTE))
         while queues[0].put({"kind": "x", "text": "y" * 10_000}):
             pass
         assert connection.receive() is None
 
-    with serving(talk) as server, connected(server) as there:
-        until(lambda: bool(queues) and server.connections == 0)
+    with serving(talk) as server, connected(server):
+        until(lambda: bool(queues) and not server._admitted)
         assert queues[0]._bytes <= MEGABYTE + 20_000
-        assert there.is_open
 
 
 def test_a_flush_returns_after_all_queued_messages_are_written_in_order() -> None:
     def talk(connection: Connection) -> None:
-        queue = SendQueue(connection)
+        queue = ConnectedClient(connection)
         for number in range(100):
             assert queue.put({"kind": "x", "number": number})
         queue.flush(5.0)
@@ -336,9 +335,9 @@ def test_invalid_addresses_are_named(address: str) -> None:
 
 def test_only_certificates_of_the_same_authority_are_accepted(tmp_path) -> None:
     files = make_certificates(tmp_path)
-    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
-    stranger = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["authority"]))
-    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
+    member = Credentials(CREDENTIALS.secret, Tls(files["member"], files["authority"]))
+    stranger = Credentials(CREDENTIALS.secret, Tls(files["stranger"], files["authority"]))
+    elsewhere = Credentials(CREDENTIALS.secret, Tls(files["stranger"], files["other_authority"]))
     wrong = Credentials(Secret(b"another secret of somebody", "a test"), member.tls)
     body = random.Random(0).randbytes(3 * MEGABYTE)
     limits = Limits(body=len(body))
@@ -412,7 +411,7 @@ def test_connecting_to_a_silent_listener_times_out() -> None:
 def test_both_sides_check_the_authority(tmp_path) -> None:
     """A client refuses a server whose certificate is from another authority."""
     files = make_certificates(tmp_path)
-    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
-    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
+    elsewhere = Credentials(CREDENTIALS.secret, Tls(files["stranger"], files["other_authority"]))
+    member = Credentials(CREDENTIALS.secret, Tls(files["member"], files["authority"]))
     with serving(credentials=elsewhere) as server, pytest.raises(AuthenticationError, match="one authority"):
         connected(server, member)

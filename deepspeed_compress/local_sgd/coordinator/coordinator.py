@@ -31,25 +31,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from glob import escape
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from deepspeed_compress.errors import ConfigError, StateError
-from deepspeed_compress.local_sgd.coordinator.anchor_requests import AnchorRequests
 from deepspeed_compress.local_sgd.coordinator.membership import Membership
-from deepspeed_compress.local_sgd.coordinator.messages import (
-    COORDINATOR,
-    FROM_ISLANDS,
-    Claim,
-    Forget,
-    Message,
-    Ready,
-    Vote,
-)
+from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR, FROM_ISLANDS, Claim, Forget, Ready, Vote
 from deepspeed_compress.local_sgd.coordinator.records import Saved
-from deepspeed_compress.local_sgd.coordinator.rounds import Rounds
+from deepspeed_compress.local_sgd.coordinator.requests import AnchorRequests, Rounds
 from deepspeed_compress.safe_files import hold, sync_directory, write_text
 from deepspeed_compress.transport.credentials import Credentials
-from deepspeed_compress.transport.machine_server import MachineServer, Service
+from deepspeed_compress.transport.machine_server import MachineServer, Message
 from deepspeed_compress.transport.messages import Fields
 from deepspeed_compress.transport.server import ignore
 
@@ -67,7 +58,12 @@ class Coordinator:
 
     Attributes:
         membership: the islands of the run.
+        service: see `Machine`.
+        messages: see `Machine`.
+        requests: see `Machine`.
     """
+
+    service, messages, requests = COORDINATOR, FROM_ISLANDS, frozenset({"forget"})
 
     def __init__(self, saved: Saved, came_back: bool = False, log: Callable[[str], None] = ignore) -> None:
         self.saved = saved
@@ -101,12 +97,16 @@ class Coordinator:
             ValueError: if it is not a valid message, or cannot be true. Nothing has changed then.
         """
         request = FROM_ISLANDS.read(message)
-        self._check_versions(request)
+        version = request.round if isinstance(request, Vote) else getattr(request, "version", 0)
+        # Other messages come from islands of this run only, so a round must have had the version.
+        names_run = isinstance(request, Claim) or getattr(request, "run", None) is not None
+        if not names_run and version >= self.saved.next_round:
+            raise ValueError(f"version {version} belongs to no round (allowed: up to {self.saved.next_round - 1})")
         if name not in self.membership.connected and message["kind"] not in ("join", "forget"):
             # It was refused, or has left.
             return
         self._handlers[message["kind"]](name, request, now)
-        self._settle(now)
+        self.tick(now)
 
     @property
     def timeout(self) -> float:
@@ -120,21 +120,12 @@ class Coordinator:
             self.membership.log(f"{island.title} {why}; {len(self.membership.connected)} connected")
             self.membership.known.lose(island.number, now)
             self._rounds.abandon(name)
-            self._settle(now)
-
-    def tick(self, now: float) -> None:
-        """Handle the time."""
-        self._settle(now)
+            self.tick(now)
 
     def status(self, now: float) -> dict[str, Any]:
         """Return a summary for users: the run, its newest version, and the islands that are connected or missing."""
         islands = [
-            {
-                "number": one.number,
-                "host": one.host,
-                "version": one.version,
-                "waiting": one.arrived is not None,
-            }
+            {"number": one.number, "host": one.host, "version": one.version, "waiting": one.arrived is not None}
             for one in sorted(self.membership.connected.values(), key=lambda one: one.number)
         ]
         missing = sorted(self.membership.absent(since=0).items())
@@ -142,26 +133,18 @@ class Coordinator:
         return {
             "run": self.saved.run,
             "version": self.saved.version,
-            "round": None if running is None else running.round.id,
+            "round": None if running is None else running.id,
             "islands": islands,
             "missing": [{"number": number, "host": one.host, "version": one.version} for number, one in missing],
         }
 
-    def _settle(self, now: float) -> None:
-        """Make the decisions that a message, a lost connection or the time allows."""
+    def tick(self, now: float) -> None:
+        """Make the decisions that the time allows, or a message or lost connection that was just handled."""
         self.membership.known.expire(now)
         self._rounds.decide()
         self._anchor_requests.accept_claims()
         self._anchor_requests.answer(now)
         self._rounds.close(now)
-
-    def _check_versions(self, request: Fields) -> None:
-        """Raise ValueError for a version that no round had, in a message that only an island of this run sends."""
-        version = request.round if isinstance(request, Vote) else getattr(request, "version", 0)
-        names_run = isinstance(request, Claim) or getattr(request, "run", None) is not None
-        if not names_run and version >= self.saved.next_round:
-            newest = self.saved.next_round - 1
-            raise ValueError(f"version {version} belongs to no round (allowed: up to {newest})")
 
     def _ready(self, name: str, ready: Ready, now: float) -> None:
         self.membership.set_version(self.membership.connected[name], ready.version)
@@ -175,31 +158,30 @@ class Coordinator:
         self.membership.known.remove({*forget.numbers} - self.membership.numbers())
 
 
-def hold_state(path: Path) -> TextIO:
-    """Lock the state file `path` of a server until the returned lock file is closed. Its directory is created.
+class HeldFile:
+    """File `path` that only one server may hold. Its directory is created.
 
     Removes what servers that were killed have left of the file.
 
     Raises:
-        ConfigError: if another process holds it.
-    """
-    file = hold(path.parent, f"{path.name}.lock")
-    if file is None:
-        raise ConfigError(f"--state {path}: another coordinator uses this file; stop it, or give another file")
-    for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
-        left.unlink(missing_ok=True)
-    return file
-
-
-class StateFile:
-    """File in which a coordinator keeps `Saved`. Only one coordinator may hold it.
-
-    Raises:
-        ConfigError: if another coordinator holds it.
+        ConfigError: if another server holds it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, hold_state(path)
+        held = hold(path.parent, f"{path.name}.lock")
+        if held is None:
+            raise ConfigError(f"--state {path}: another coordinator uses this file; stop it, or give another file")
+        for left in path.parent.glob(f"{escape(path.name)}.*.tmp"):
+            left.unlink(missing_ok=True)
+        self._path, self._lock = path, held
+
+    def close(self) -> None:
+        """Release the file for another server."""
+        self._lock.close()
+
+
+class StateFile(HeldFile):
+    """File in which a coordinator keeps `Saved`."""
 
     def read(self) -> Saved | None:
         """Return the state that the last coordinator left; None if there is none.
@@ -223,10 +205,6 @@ class StateFile:
         write_text(self._path, text, private=True)
         sync_directory(self._path.parent)
 
-    def close(self) -> None:
-        """Release the file for another coordinator."""
-        self._lock.close()
-
 
 def island_server(
     file: StateFile | None, host: str, port: int, report: Callable[[str], None] = ignore
@@ -234,5 +212,4 @@ def island_server(
     """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
     saved = file.read() if file is not None else None
     machine = Coordinator(saved or Saved(), saved is not None, report)
-    service = Service(COORDINATOR, FROM_ISLANDS, frozenset({"forget"}))
-    return MachineServer(service, machine, file, host, port, report, Credentials.find())
+    return MachineServer(machine, file, host, port, report, Credentials.find())

@@ -8,8 +8,9 @@ cut off for longer ends itself.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.local_sgd.coordinator.messages import Join, Message
+from deepspeed_compress.local_sgd.coordinator.messages import Join
 from deepspeed_compress.local_sgd.coordinator.records import Holder, Island, Saved
+from deepspeed_compress.transport.machine_server import Message
 
 _LONGEST = 1000
 """Maximum number of characters of names and values in a reason."""
@@ -27,7 +28,8 @@ class KnownIslands:
         self._saved = saved
         self._absent_since: dict[int, float | None] = dict.fromkeys(saved.holders)
         """Time since which each awaited holder is absent; None until this process knows the time."""
-        self._missing = set(saved.members) if came_back else set()
+        self.missing = set(saved.members) if came_back else set()
+        """Islands of the last round that have not returned since the coordinator was restarted."""
 
     def hold(self, one: Island) -> None:
         """Record that the connected island `one` has the anchor of its version.
@@ -52,9 +54,11 @@ class KnownIslands:
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Remove the islands `numbers` for good."""
-        for number in numbers:
+        removed, saved = set(numbers), self._saved
+        for number in removed:
             self._mark_returned(number)
-        self._saved.remove(numbers)
+        saved.members = [number for number in saved.members if number not in removed]
+        saved.holders = {number: holder for number, holder in saved.holders.items() if number not in removed}
 
     def expire(self, now: float) -> None:
         """Stop waiting for islands that have been absent for longer than their patience.
@@ -72,7 +76,7 @@ class KnownIslands:
 
     def commit(self, connected: Collection[int]) -> None:
         """Record a committed round. Islands that are neither `connected` nor awaited are removed."""
-        self._missing.clear()
+        self.missing.clear()
         kept = {*connected, *self._absent_since}
         self._saved.holders = {number: holder for number, holder in self._saved.holders.items() if number in kept}
 
@@ -86,23 +90,18 @@ class KnownIslands:
         holders = sorted(self._saved.holders.items())
         return {number: one for number, one in holders if number not in connected and one.version > since}
 
-    @property
-    def missing(self) -> list[int]:
-        """Return the islands of the last round that have not returned since the coordinator was restarted."""
-        return sorted(self._missing)
-
     def has_majority(self, patient: bool = False) -> bool:
         """Return True if more than half of the islands of the last round are back, or have left.
 
         Without `patient`, only islands that have not returned to a restarted coordinator count as absent. With it, all
         absent islands do, as long as they are awaited.
         """
-        absent = self._missing | ({*self._absent_since} & {*self._saved.members} if patient else set())
+        absent = self.missing | ({*self._absent_since} & {*self._saved.members} if patient else set())
         return 2 * len(absent) < max(1, len(self._saved.members))
 
     def _mark_returned(self, number: int) -> None:
         self._absent_since.pop(number, None)
-        self._missing.discard(number)
+        self.missing.discard(number)
 
 
 class Membership:
@@ -164,7 +163,7 @@ class Membership:
             number = earlier.number
         elif number is None:
             number, self.saved.next_number = self.saved.next_number, self.saved.next_number + 1
-        self.connected[name] = island = Island.from_join(join, number)
+        self.connected[name] = island = Island(number, join)
         island.arrived = None if earlier is None else earlier.arrived
         self.set_version(island, join.version)
         self.log(f"{island.title} joined; {len(self.connected)} connected")
@@ -206,7 +205,7 @@ class Membership:
     def absent(self, since: int) -> Mapping[int, Holder]:
         """Return the absent islands that have a newer anchor than version `since`, or may have one."""
         absent = self.known.absent(self.numbers(), since)
-        return {**dict.fromkeys(self.known.missing, Holder(0)), **absent}
+        return {**dict.fromkeys(sorted(self.known.missing), Holder(0)), **absent}
 
     def required_absent(self) -> Mapping[int, Holder]:
         """Return the absent islands without which the run does not continue from what is connected."""
@@ -216,25 +215,26 @@ class Membership:
         """Return True if terms have to stay as they are, because an island that has not left has agreed to them."""
         return self.saved.terms is not None and bool(self.connected or self.saved.holders)
 
-    def _find_problem(self, name: str, join: Join) -> str | None:
-        """Return why the island may not join; None if it may."""
+    def _find_problem(self, name: str, join: Join) -> str:
+        """Return why the island may not join; "" if it may."""
         saved, others = self.saved, {other: one for other, one in self.connected.items() if other != name}
         if join.run is not None and join.run != saved.run:
             return f"the coordinator serves run {saved.run}, and the island belongs to run {join.run}"
         if (join.number or 0) >= max(1, saved.next_number) or join.version >= saved.next_round:
-            return older_state(join, saved)
+            # The island knows more of the run than its coordinator.
+            return (
+                f"island {join.number} with version {join.version} is not known to run {saved.run}, which has had "
+                f"{saved.next_number} islands and {saved.next_round - 1} versions: the coordinator was started from "
+                "an older state; start it from the newest one"
+            )
         if any(one.number == join.number for one in others.values()):
             return f"island {join.number} is already connected from another process"
-        if join.process and any(one.process == join.process for one in others.values()):
+        if join.process and any(one.join.process == join.process for one in others.values()):
             return f"process {join.process} already is an island with another engine, and would wait for itself"
-        return self._compare_terms(join)
-
-    def _compare_terms(self, join: Join) -> str | None:
-        terms = (self.saved.terms or {}) if self._has_agreed_terms() else join.terms
-        text = different_terms(join.terms, terms)
+        text = different_terms(join.terms, (saved.terms or {}) if self._has_agreed_terms() else join.terms)
         if text and not self.connected:
             return f"{text}; {absent_holders(self.known.absent((), since=0))}"
-        return text or None
+        return text
 
 
 # Reasons for which islands wait or are refused.
@@ -252,15 +252,6 @@ def absent_holders(absent: Mapping[int, Holder]) -> str:
         f"{names[:_LONGEST]}: not connected, but may have the newest weights of this run, and not left it; start these "
         "islands again from a checkpoint, or continue without them: ds-compress islands forget HOST:PORT "
         f"{' '.join(map(str, absent))[:_LONGEST]}"
-    )
-
-
-def older_state(join: Join, saved: Saved) -> str:
-    """Return the reason that an island knows more of the run than its coordinator."""
-    return (
-        f"island {join.number} with version {join.version} is not known to run {saved.run}, which has had "
-        f"{saved.next_number} islands and {saved.next_round - 1} versions: the coordinator was started from an older "
-        "state; start it from the newest one"
     )
 
 

@@ -8,14 +8,12 @@ island repeats unanswered requests after it has joined again, so every message m
 """
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from deepspeed_compress.transport.messages import Address, Count, Fields, Messages, Name, Text
 
-Message = Mapping[str, Any]
 COORDINATOR = "coordinator"
 """Name of the service."""
 _RANKS = 1 << 16
@@ -195,8 +193,3 @@ FROM_COORDINATOR = Messages(
         "beat": Fields,
     }
 )
-
-
-def as_message(kind: str, fields: Fields) -> Message:
-    """Return the message of `kind` with `fields`."""
-    return {"kind": kind, **fields.model_dump()}

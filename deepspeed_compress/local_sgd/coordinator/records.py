@@ -1,4 +1,4 @@
-"""Records of a coordinator: its islands, the running round, and the state that must outlive it."""
+"""Records of a coordinator: its islands, and the state that must outlive it."""
 
 import uuid
 from collections.abc import Iterable, Mapping
@@ -71,12 +71,6 @@ class Saved:
         self.members = [partner.number for partner in round_.partners]
         self.holders = {number: holder for number, holder in self.holders.items() if holder.version in self.lineage}
 
-    def remove(self, numbers: Iterable[int]) -> None:
-        """Remove the islands `numbers` for good."""
-        removed = set(numbers)
-        self.members = [number for number in self.members if number not in removed]
-        self.holders = {number: holder for number, holder in self.holders.items() if number not in removed}
-
 
 @dataclass
 class Island:
@@ -84,10 +78,7 @@ class Island:
 
     Attributes:
         number: unique number of the island.
-        store: "host:port" of its store.
-        addresses: "host:port" at which each of its ranks serves its anchor.
-        process: identifier of its process; "" if a process may hold several islands.
-        patience: seconds of absence after which the others may continue from an older anchor.
+        join: the message with which it joined.
         version: version of its anchor; 0 for none.
         arrived: number of samples with which it waits for a round; None if it does not wait for one.
         waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
@@ -98,10 +89,7 @@ class Island:
     """
 
     number: int
-    store: str
-    addresses: list[str]
-    process: str
-    patience: float
+    join: Join
     version: int = 0
     arrived: int | None = None
     waits: str = ""
@@ -110,18 +98,17 @@ class Island:
     late: bool = False
     last_reason: str = ""
 
-    @classmethod
-    def from_join(cls, join: Join, number: int) -> "Island":
-        """Return the island `number` that sent `join`."""
-        timeout = float(join.terms.get("timeout", 1.0))
+    @property
+    def patience(self) -> float:
+        """Return the seconds of absence after which the others may continue from an older anchor."""
+        timeout, give_up = float(self.join.terms.get("timeout", 1.0)), self.join.give_up
         # Half: the islands that wait for it then outlast it, although they wait no longer than it would.
-        patience = PATIENCE * timeout if join.give_up is None else max(timeout, join.give_up / 2)
-        return cls(number, join.store, list(join.addresses), join.process, patience)
+        return PATIENCE * timeout if give_up is None else max(timeout, give_up / 2)
 
     @property
     def host(self) -> str:
         """Return the host of the island's first rank."""
-        return self.store.rpartition(":")[0]
+        return self.join.store.rpartition(":")[0]
 
     @property
     def title(self) -> str:
@@ -133,16 +120,3 @@ class Island:
         if not self.waits:
             self.waiting_since, self.last_reason = now, ""
         self.waits = kind
-
-
-@dataclass
-class RunningRound:
-    """Round whose exchange is running.
-
-    Attributes:
-        round: the round.
-        votes: vote of each island by name; None until it has voted.
-    """
-
-    round: Round
-    votes: dict[str, bool | None]

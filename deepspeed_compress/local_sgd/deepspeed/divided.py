@@ -20,12 +20,7 @@ from deepspeed_compress.backends.deepspeed.division import divide_data
 from deepspeed_compress.backends.deepspeed.units import IslandUnit
 from deepspeed_compress.backends.deepspeed.weights.copies import check_equal_layouts, copy_weights
 from deepspeed_compress.checkpointing.completeness import LATEST
-from deepspeed_compress.checkpointing.deepspeed.participants import (
-    Loaded,
-    LoadRequest,
-    Participant,
-    SaveRequest,
-)
+from deepspeed_compress.checkpointing.deepspeed.participants import Loaded, LoadRequest, Participant, SaveRequest
 from deepspeed_compress.checkpointing.directory import CheckpointDirectory
 from deepspeed_compress.collectives.objects import gather_objects
 from deepspeed_compress.collectives.reducer import StepClock
@@ -37,8 +32,9 @@ from deepspeed_compress.errors import StateError
 from deepspeed_compress.local_sgd.deepspeed.exchanged_parameters import find_exchanged, recover_from_divergence
 from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
 from deepspeed_compress.local_sgd.deepspeed.replicated import SharedLayers
-from deepspeed_compress.local_sgd.deepspeed.state_files import ISLAND, ExchangeFiles, check_tag, first_file, tag_of_file
+from deepspeed_compress.local_sgd.deepspeed.state_files import ISLAND, ExchangeFiles, check_tag, first_file
 from deepspeed_compress.local_sgd.fixed_exchange import FixedExchange
+from deepspeed_compress.local_sgd.strategy import ExchangeContext, IslandRanks
 from deepspeed_compress.safe_files import write_text
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.state_files import result_on_all
@@ -61,16 +57,10 @@ def attach_islands(engine: Any, unit: IslandUnit, session: Session) -> Participa
     # No exchange sends untrained weights.
     copy_weights(found.untrained, engine.device, unit.peers)
     groups = Groups(unit.peers, downward=unit.downward)
-    reduction_context = ReductionContext(groups, found.parameters, stores, run, traffic="bytes_islands")
-    exchange = FixedExchange(
-        settings,
-        master_weights,
-        reduction_context,
-        unit.whole,
-        unit.number,
-        found.moments,
-        partial(recover_from_divergence, engine, master_weights, session.residuals.clear),
-    )
+    reduction = ReductionContext(groups, found.parameters, stores, run, traffic="bytes_islands")
+    recover = partial(recover_from_divergence, engine, master_weights, session.residuals.clear)
+    context = ExchangeContext(settings, master_weights, reduction, IslandRanks(unit.whole), found.moments, recover)
+    exchange = FixedExchange(context, unit.number)
     divide_data(engine, unit, patches)
     exchange.start()
     # Most programs never destroy the engine.
@@ -118,7 +108,7 @@ class _Files(Participant):
         base, tag = _base(request.directory), request.tag
         check_tag(tag)
         self.exchange.finish()
-        mine = _directory(base, self.unit.number)
+        mine = base / island_directory(self.unit.number)
         (mine / tag).mkdir(parents=True, exist_ok=True)
         save = partial(self.files.save, replace(request, directory=base), {})
         result_on_all(save, problem="the state of islands is not saved: ")
@@ -136,11 +126,13 @@ class _Files(Participant):
         self.exchange.discard()
         base = _base(request.directory)
         tag = CheckpointDirectory(base).latest_tag() if request.tag is None else request.tag
-        islands = 1 if tag is None else _saved_islands(base / tag)
+        # A job without islands counts as one.
+        saved = tag is not None and first_file(base / tag)
+        islands = read_description(saved).position.size if saved and saved.exists() else 1
         if not self.files.engine.load_universal_checkpoint():
             # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
             request = replace(request, tag=tag)
-        yield replace(request, directory=str(_directory(base, self.unit.number % islands)))
+        yield replace(request, directory=str(base / island_directory(self.unit.number % islands)))
 
     def loaded(self, request: LoadRequest, found: Loaded | None) -> None:
         """Restore the exchange state.
@@ -148,26 +140,18 @@ class _Files(Participant):
         Raises:
             StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
         """
-        tag = None if found is None else tag_of_file(found.file, request.directory)
-        self._check_loaded(tag)
+        # A tag may have several parts.
+        tag = None if found is None else Path(found.file).parent.relative_to(request.directory).as_posix()
+        tags = {str(tag) for tag in gather_objects(tag)}
+        if len(tags) > 1:
+            raise StateError(
+                f"islands loaded different checkpoints: {', '.join(sorted(tags))} (allowed: one for all islands); give "
+                "load_checkpoint a tag"
+            )
         if found is not None and tag is not None:
             directory = _base(request.directory) / tag
             is_there = request.loads_states and first_file(directory).exists()
             self._load_state(partial(self._restore, directory, found.save) if is_there else None)
-
-    def _check_loaded(self, tag: str | None) -> None:
-        """Check that all islands have loaded the checkpoint `tag`; None stands for no checkpoint. Collective.
-
-        Raises:
-            StateError: they have not. Raised on all ranks.
-        """
-        tags = gather_objects(tag)
-        if len(set(tags)) > 1:
-            found = ", ".join(sorted({str(tag) for tag in tags}))
-            raise StateError(
-                f"islands loaded different checkpoints: {found} (allowed: one for all islands); give load_checkpoint "
-                "a tag"
-            )
 
     def _load_state(self, restore: Callable[[], None] | None) -> None:
         """Have `restore` restore the exchange state. Without it, all islands start with the weights of the first one.
@@ -191,8 +175,7 @@ class _Files(Participant):
         ranks, own = read_description(first_file(directory)).position.groups, self.files.position.groups
         if ranks != own:
             raise StateError(
-                f"{directory} was saved by islands of {ranks} ranks, and these have {own} (allowed: the same number); "
-                "start islands of that size"
+                f"{directory} was saved by islands of {ranks} ranks, and these have {own}; start islands of that size"
             )
         if not self.files.restore(directory, save):
             self.exchange.discard_unowned_means()
@@ -202,13 +185,3 @@ def _base(directory: str | Path) -> Path:
     """Return the directory of the whole job, given it or that of an island."""
     path = Path(directory)
     return path.parent if ISLAND.fullmatch(path.name) else path
-
-
-def _directory(base: Path, island: int) -> Path:
-    return base / island_directory(island)
-
-
-def _saved_islands(directory: Path) -> int:
-    """Return the number of islands that saved the checkpoint in the tag `directory`; 1 for a job without islands."""
-    first = first_file(directory)
-    return read_description(first).position.size if first.exists() else 1

@@ -91,9 +91,8 @@ def attach_elastic(engine: Any, session: Session) -> "ElasticIsland":
     # A stage in the middle of a pipeline has none.
     if any(gather_objects(engine.training_dataloader is not None)):
         raise ConfigError(
-            f"{_POINTER}: the engine already has a data loader, whose order would be the same in all islands "
-            "(allowed: training_data of deepspeed_compress.initialize); pass the data there, or call "
-            "engine.deepspeed_io after attach"
+            f"{_POINTER}: the engine already has a data loader, whose order would be the same in all islands; pass "
+            "the data to deepspeed_compress.initialize (training_data), or call engine.deepspeed_io after attach"
         )
     island = ElasticIsland(engine, settings, session)
     patches.precede(engine, "destroy", island.leave)
@@ -155,7 +154,11 @@ class ElasticIsland(Participant):
         if result.metadata:
             self._learning_rates.catch_up(result.metadata)
         if result.kind != "exchange" or result.islands != self._islands_in_last_round:
-            self._record(step, result)
+            before, after = (f"{count} islands" for count in (self._islands_in_last_round, result.islands))
+            evidence = {"round": float(result.round), "seconds": result.seconds}
+            usual = "taking part again" if result.kind == "renewed" else "islands have joined or left"
+            reason = result.reason or usual
+            self._session.log.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
         self._islands_in_last_round = result.islands
 
     def leave(self) -> None:
@@ -235,12 +238,6 @@ class ElasticIsland(Participant):
         """Return a digest of the texts of all ranks. Collective in the island."""
         return hashlib.sha256("".join(self._ranks.gather(text)).encode()).hexdigest()[:16]
 
-    def _record(self, step: int, result: ExchangeResult) -> None:
-        before, after = (f"{count} islands" for count in (self._islands_in_last_round, result.islands))
-        evidence = {"round": float(result.round), "seconds": result.seconds}
-        reason = result.reason or ("taking part again" if result.kind == "renewed" else "islands have joined or left")
-        self._session.log.record(Event(step, f"islands_{result.kind}", reason, evidence, before, after))
-
     def _reserve_directory(self, directory: Path) -> None:
         """Reserve `directory` for the checkpoints of this island, until it saves in another one.
 
@@ -255,9 +252,8 @@ class ElasticIsland(Participant):
             self._held = hold(directory)
             if self._held is None:
                 raise StateError(
-                    f"another running job saves in {directory}, and this is island {self.number} (allowed: one "
-                    "directory per island); give save_checkpoint, or Trainer's output_dir, a different directory on "
-                    "every island"
+                    f"another running job saves in {directory}, and this is island {self.number}; give "
+                    "save_checkpoint, or Trainer's output_dir, a different directory on every island"
                 )
 
     def _load_state(self, found: Loaded) -> Mapping[str, Any] | None:
@@ -315,11 +311,10 @@ def _connect(context: ExchangeContext, terms: Mapping[str, Any], rates: Learning
         client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace)
         terms = {**terms, "max_staleness": elastic.parameter_server.max_staleness}
         return AsynchronousExchange(context, client, terms, lambda: rates.step)
-    anchor = SharedAnchor(context, rates.published)
-    connections = RoundConnections(elastic, anchor)
+    connections = RoundConnections(elastic, SharedAnchor(context, rates.published))
     try:
         ranks.run_on_first(connections.join, terms, ranks.gather(connections.address))
-        return ElasticExchange(context, anchor, connections.client, on_leave=connections.close)
+        return ElasticExchange(context, connections)
     except BaseException:
         # Only this rank can report it: otherwise the others would wait for an island that does not train.
         connections.close()

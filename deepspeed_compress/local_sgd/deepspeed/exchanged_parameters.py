@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -60,7 +61,13 @@ def find_exchanged(engine: Any, settings: Islands, parameters: Parameters, layer
     master_weights, shared = _without_own(settings.own, trained, parameters)
     moments = find_second_moments(engine, settings, master_weights)
     if layers.hold_copies:
-        _check_copies(layers, has_moments=moments is not None)
+        if moments is not None:
+            # Their blocks may differ between copies.
+            raise UnsupportedError(
+                f"{_MOMENTS}: cannot be exchanged with tensor parallelism or pipelines (allowed with them: null); "
+                'write "second_moments": null'
+            )
+        check_tied(layers)
         master_weights = divide_replicated(master_weights, parameters, layers)
     names = {*chain(*gather_objects([one.parameter for one in trained.slices], layers.whole))}
     untrained = [one for name, one in named_untrained(engine, names) if not _matches(settings.own, name)]
@@ -111,32 +118,16 @@ def _check(own: Sequence[str], names: Sequence[str]) -> None:
         )
     for index, pattern in enumerate(own):
         if not any(re.search(pattern, name) for name in names):
-            warnings.warn(
+            text = (
                 f"{_OWN}/{index}: {pattern!r} matches none of the {len(names)} parameters (for example "
-                f"{next(iter(names), '')!r}), so it has no effect; write a regular expression that is found in their "
-                "names, or remove it",
-                CompressWarning,
-                stacklevel=2,
+                f"{next(iter(names), '')!r}), so it has no effect; write a regular expression that does, or remove it"
             )
+            warnings.warn(text, CompressWarning, stacklevel=2)
 
 
 _MOMENTS = "/deepspeed_compress/islands/second_moments"
 _KEY = "exp_avg_sq"
 """Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
-
-
-def _check_copies(layers: SharedLayers, has_moments: bool) -> None:
-    """Check islands whose ranks share layers, or are stages of a pipeline. Collective in the island.
-
-    Raises:
-        UnsupportedError: they exchange second moments, whose blocks may differ between copies, or have tied weights.
-    """
-    if has_moments:
-        raise UnsupportedError(
-            f"{_MOMENTS}: cannot be exchanged with tensor parallelism or pipelines (allowed with them: null); write "
-            '"second_moments": null'
-        )
-    check_tied(layers)
 
 
 def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMasterWeights) -> SecondMoments | None:
@@ -153,10 +144,14 @@ def find_second_moments(engine: Any, settings: Islands, master_weights: FlatMast
             f'{_MOMENTS}: "offload_optimizer" with "ratio": {offload.ratio} keeps some of them elsewhere (allowed '
             'with it: 1.0); write that, or "second_moments": null'
         )
-    optimizer = engine.basic_optimizer
+    optimizer, stepped = engine.basic_optimizer, master_weights.stepped
     group = _group_of_adam(optimizer)
-    found = _OptimizerStates(optimizer, group, _stepped_by_adam(engine, master_weights))
-    return SecondMoments(found.moments, settings.second_moments.block_size, master_weights.device)
+    if any(group.get("use_muon") for group in optimizer.param_groups):
+        # What DeepSpeed's Muon steps has momentum only.
+        muon = {name for parameter, name in engine.param_names.items() if getattr(parameter, "use_muon", False)}
+        stepped = [one for one in stepped if one.parameter not in muon]
+    find = partial(_second_moments, optimizer, group, stepped)
+    return SecondMoments(find, settings.second_moments.block_size, master_weights.device)
 
 
 def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
@@ -177,61 +172,36 @@ def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
     return groups[0]
 
 
-def _stepped_by_adam(engine: Any, master_weights: FlatMasterWeights) -> Sequence[MasterSlice]:
-    """Return everything that this rank steps except what DeepSpeed's Muon steps, which has momentum only."""
-    if not any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
-        return master_weights.stepped
-    muon = {name for parameter, name in engine.param_names.items() if getattr(parameter, "use_muon", False)}
-    return [one for one in master_weights.stepped if one.parameter not in muon]
+def _second_moments(optimizer: Any, group: Mapping[str, Any], stepped: Sequence[MasterSlice]) -> list[SecondMoment]:
+    """Return the second moment of every run in `stepped`, which `optimizer` steps with the hyperparameters of `group`.
 
-
-@dataclass(frozen=True)
-class _OptimizerStates:
-    """Second moments of the runs `stepped`, which `optimizer` steps with the hyperparameters of `group`."""
-
-    optimizer: Any
-    group: Mapping[str, Any]
-    stepped: Sequence[MasterSlice]
-
-    def moments(self) -> list[SecondMoment]:
-        """Return the second moment of every run.
-
-        Raises:
-            UnsupportedError: the optimizer has none, or keeps them elsewhere.
-        """
-        states = [self.optimizer.state.get(one.home, {}) for one in self.stepped]
-        steps = [float(state.get("step", 0)) for state in states]
-        if _counts_once(self.optimizer):
-            steps = [max(steps, default=0.0)] * len(steps)
-        return [self._moment(*one) for one in zip(self.stepped, states, steps, strict=True)]
-
-    def _moment(self, one: MasterSlice, state: Mapping[str, Any], steps: float) -> SecondMoment:
-        if not state:
-            # Not stepped yet.
-            return SecondMoment(torch.zeros(one.numel, device=one.home.device), 0.0)
-        moments = state.get(_KEY)
-        if not isinstance(moments, Tensor) or moments.numel() != one.home.numel():
-            raise UnsupportedError(
-                f"{_MOMENTS}: the state of {type(self.optimizer).__name__} has {sorted(state)}, and no {_KEY} of every "
-                'weight in memory (allowed: the family of Adam, not on NVMe); write "second_moments": null'
-            )
-        return SecondMoment(one.within(moments), self._correction(steps))
-
-    def _correction(self, steps: float) -> float:
-        """Return Adam's bias correction 1 - beta2^steps (arXiv:1412.6980, algorithm 1).
-
-        It is 1.0 if the optimizer does not correct the bias, or counts no steps.
-        """
-        corrects = steps and self.group.get("bias_correction", True)
-        return 1.0 - float(self.group["betas"][1]) ** steps if corrects else 1.0
-
-
-def _counts_once(optimizer: Any) -> bool:
-    """Return True for DeepSpeed's FusedAdam, which counts steps only in the state of the last parameter.
-
-    See `step` in ops/adam/fused_adam.py.
+    Raises:
+        UnsupportedError: the optimizer has none, or keeps them elsewhere.
     """
-    return isinstance(getattr(optimizer, "aux_optimizer", None) or optimizer, FusedAdam)
+    states = [optimizer.state.get(one.home, {}) for one in stepped]
+    steps = [float(state.get("step", 0)) for state in states]
+    # DeepSpeed's FusedAdam counts steps only in the state of the last parameter: `step` in ops/adam/fused_adam.py.
+    if isinstance(getattr(optimizer, "aux_optimizer", None) or optimizer, FusedAdam):
+        steps = [max(steps, default=0.0)] * len(steps)
+    return [_second_moment(optimizer, group, *one) for one in zip(stepped, states, steps, strict=True)]
+
+
+def _second_moment(
+    optimizer: Any, group: Mapping[str, Any], one: MasterSlice, state: Mapping[str, Any], steps: float
+) -> SecondMoment:
+    if not state:
+        # Not stepped yet.
+        return SecondMoment(torch.zeros(one.numel, device=one.home.device), 0.0)
+    moments = state.get(_KEY)
+    if not isinstance(moments, Tensor) or moments.numel() != one.home.numel():
+        raise UnsupportedError(
+            f"{_MOMENTS}: the state of {type(optimizer).__name__} has {sorted(state)}, and no {_KEY} of every weight "
+            'in memory (allowed: the family of Adam, not on NVMe); write "second_moments": null'
+        )
+    # Adam's bias correction is 1 - beta2^steps (arXiv:1412.6980, algorithm 1); there may be none, or no count.
+    corrects = steps and group.get("bias_correction", True)
+    correction = 1.0 - float(group["betas"][1]) ** steps if corrects else 1.0
+    return SecondMoment(one.within(moments), correction)
 
 
 def digest_parameters(fixed: Sequence[Parameter]) -> str:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
 
 _POINTER = "/deepspeed_compress/islands"
 
@@ -58,21 +58,21 @@ class LearningRates:
         """Advance the schedule to the step of the other islands, which published `metadata`.
 
         Raises:
-            TypeError: the others are ahead, and the schedule is stepped by a metric (ReduceLROnPlateau).
+            UnsupportedError: the others are ahead, and the schedule is stepped by a metric (ReduceLROnPlateau).
         """
         ahead, scheduler = int(metadata.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
-        is_level = ahead >= self.ahead
-        if scheduler is not None:
-            _step(scheduler, ahead - self.ahead)
+        behind, is_level = ahead - self.ahead, ahead >= self.ahead
+        try:
+            # torch warns when a schedule is stepped before the optimizer.
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
+                for _ in range(behind if scheduler is not None else 0):
+                    scheduler.step()
+        except TypeError as error:
+            raise UnsupportedError(
+                f"{_POINTER}/elastic: this island is {behind} steps behind the others, and {error} (allowed: schedules "
+                "that count steps); write such a schedule, or start all islands at once"
+            ) from error
         self.ahead = max(self.ahead, ahead)
         if "rates" in metadata and is_level:
             warn_of_unequal_rates(rates_of(self._engine), metadata["rates"], "the others")
         self.update_snapshot()
-
-
-def _step(scheduler: Any, times: int) -> None:
-    with warnings.catch_warnings():
-        # torch warns when a schedule is stepped before the optimizer.
-        warnings.simplefilter("ignore", UserWarning)
-        for _ in range(times):
-            scheduler.step()

@@ -7,6 +7,7 @@ and all copies stay bit-identical whatever compression does.
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -72,8 +73,8 @@ def divide_replicated(
     kept = [part for one in master_weights.slices for part in _within(one, parts.get(one.parameter))]
     mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
     every = gather_objects(mine, unit.whole)
-    parts_of_ranks = [_Part.of(master_weights, ranges) for ranges in every]
-    return replace(master_weights, slices=kept, publish=_ReplicaBroadcast(master_weights, parts_of_ranks, unit).publish)
+    parts_of_ranks = [_find_held(master_weights, ranges) for ranges in every]
+    return replace(master_weights, slices=kept, publish=partial(_publish, master_weights, parts_of_ranks, unit))
 
 
 def check_tied(unit: SharedLayers) -> None:
@@ -97,65 +98,39 @@ def _within(one: MasterSlice, part: tuple[int, int] | None) -> Iterator[MasterSl
         yield found
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Part of the replicated weights that one rank of the island exchanges, as one flat vector.
+_Part = tuple[int, Sequence[tuple[Segment, int]]]
+"""Part of the replicated weights that one rank of the island exchanges, as one flat vector.
 
-    Ranks that share layers may have divided their buffers at different places.
-
-    Attributes:
-        numel: the number of elements.
-        held: the segments that this rank has as well, and their offsets in the vector.
-    """
-
-    numel: int
-    held: Sequence[tuple[Segment, int]]
-
-    @classmethod
-    def of(cls, master_weights: FlatMasterWeights, ranges: Sequence[_Range]) -> "_Part":
-        """Return the part that consists of `ranges`, with the segments of it that `master_weights` has."""
-        held, offset = [], 0
-        for name, first, last in ranges:
-            for one in (home for home in master_weights.slices if home.parameter == name):
-                same = _within(one, (first, last))
-                held += [(_segment(found), offset + found.begin - first) for found in same]
-            offset += last - first
-        return cls(offset, held)
+It consists of the number of elements, and the segments that this rank has as well, with their offsets in the vector.
+Ranks that share layers may have divided their buffers at different places.
+"""
 
 
-def _segment(one: MasterSlice) -> Segment:
-    """Return a segment for reading and writing master weights; it belongs to no bucket."""
-    return Segment(one.parameter, one.begin, one.numel, 0, 0)
+def _find_held(master_weights: FlatMasterWeights, ranges: Sequence[_Range]) -> _Part:
+    """Return the part that consists of `ranges`, with the segments of it that `master_weights` has."""
+    held, offset = [], 0
+    for name, first, last in ranges:
+        for one in (home for home in master_weights.slices if home.parameter == name):
+            for same in _within(one, (first, last)):
+                held.append((Segment(name, same.begin, same.numel, 0, 0), offset + same.begin - first))
+        offset += last - first
+    return offset, held
 
 
-@dataclass(frozen=True)
-class _ReplicaBroadcast:
-    """Broadcast of each rank's part of the replicated weights to the rest of the island.
+def _publish(master_weights: FlatMasterWeights, parts: Sequence[_Part], unit: SharedLayers) -> None:
+    """Broadcast every part within the island, then publish the master weights. Collective.
 
-    Attributes:
+    Args:
         master_weights: all master weights of this rank.
         parts: the part of each rank, by place in the island.
         unit: this rank's island.
     """
-
-    master_weights: FlatMasterWeights
-    parts: Sequence[_Part]
-    unit: SharedLayers
-
-    def publish(self) -> None:
-        """Broadcast every part within the island, then publish the master weights. Collective."""
-        for place, part in enumerate(self.parts):
-            if part.numel:
-                self._tell(place, part)
-        self.master_weights.publish()
-
-    def _tell(self, place: int, part: _Part) -> None:
-        segments = [segment for segment, _ in part.held]
-        own = place == self.unit.place
-        values = (
-            self.master_weights.read(segments) if own else torch.empty(part.numel, device=self.master_weights.device)
-        )
-        dist.broadcast(values, self.unit.ranks[place], group=self.unit.whole)
-        if segments and not own:
-            found = [values.narrow(0, begin, segment.numel) for segment, begin in part.held]
-            self.master_weights.write(segments, torch.cat(found))
+    for place, (numel, held) in enumerate(parts):
+        if numel:
+            segments, own = [segment for segment, _ in held], place == unit.place
+            values = master_weights.read(segments) if own else torch.empty(numel, device=master_weights.device)
+            dist.broadcast(values, unit.ranks[place], group=unit.whole)
+            if segments and not own:
+                found = [values.narrow(0, begin, segment.numel) for segment, begin in held]
+                master_weights.write(segments, torch.cat(found))
+    master_weights.publish()

@@ -101,8 +101,3 @@ def check_tag(tag: str) -> None:
             f"save_checkpoint: tag {tag!r} is not below the directory of this island, and islands would overwrite each "
             'other (allowed: a relative path without ".." and "island_0001"); write "epoch/1", for instance'
         )
-
-
-def tag_of_file(file: str | Path, directory: str | Path) -> str:
-    """Return the tag of the checkpoint in `directory` that contains `file`. A tag may have several parts."""
-    return Path(file).parent.relative_to(directory).as_posix()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from deepspeed_compress.errors import ConfigError, IslandError
+from deepspeed_compress.local_sgd.coordinator.client import LEAST_CONNECT_TIMEOUT, LEAVE_TIMEOUT, PAUSE
 from deepspeed_compress.local_sgd.parameter_server.messages import PARAMETER_SERVER
 from deepspeed_compress.transport.client import RequestClient, connect
 from deepspeed_compress.transport.connection import Buffer, Connection, Head, Limits
@@ -15,12 +16,6 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 
 LARGEST_BODY = 1 << 36
 """Largest size in bytes of the weights of one rank."""
-PAUSE = 0.2
-"""Seconds between attempts to connect."""
-LEAVE_TIMEOUT = 1.0
-"""Longest time in seconds that the end of a rank waits for the server."""
-LEAST_CONNECT_TIMEOUT = 5.0
-"""Least timeout in seconds for connecting: short timeouts are meant for established connections."""
 KEPT = 4
 """Most answered calls that a rank keeps until the server has saved them."""
 _KEY = "/deepspeed_compress/islands/elastic/rendezvous"
@@ -115,8 +110,7 @@ class PushClient:
                 return None
             raise IslandError(
                 f"{_KEY}: {self._address} has not answered for more than give_up, {self._give_up:g} s "
-                f"({error or type(error).__name__}). An island may not continue alone; restart the server with its "
-                "--state, and then this island"
+                f"({error or type(error).__name__}); restart the server with its --state, and then this island"
             ) from error
 
     def _run_call(self, answer: "Future[tuple[Head, Buffer]]", head: Head, body: Buffer) -> None:

@@ -7,7 +7,7 @@ An island sends `enter` (a new island), `resume` (from a checkpoint), and `leave
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -151,12 +151,3 @@ FROM_ISLANDS = Messages(
         "push": Push,
     }
 )
-
-
-def check_slices(layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError if a slice of `layout` is not within its parameter."""
-    for name, begin, numel in layout:
-        if name not in shapes:
-            raise ValueError(f"layout names {name}, whose shape is missing (allowed: parameters in shapes)")
-        if begin + numel > math.prod(shapes[name]):
-            raise ValueError(f"a slice of {name} ends at {begin + numel} (allowed: up to {math.prod(shapes[name])})")

@@ -77,14 +77,6 @@ class Place:
         return replace(self, anchor=anchor, momentum=momentum, waiting=torch.zeros_like(waiting))
 
 
-def make_place(
-    settings: Islands, anchor: Tensor, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]
-) -> Place:
-    """Return a place with a new `anchor` and zero momentum."""
-    momentum = torch.zeros_like(anchor) if settings.outer.optimizer == "nesterov" else anchor.new_zeros(0)
-    return Place(anchor, momentum, momentum.clone(), make_messages(settings, layout, shapes))
-
-
 def read_place(
     settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]
 ) -> Place:

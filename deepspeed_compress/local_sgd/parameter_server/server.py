@@ -44,8 +44,6 @@ SAVE_SHARE = 0.1
 """Largest share of the time that is spent on snapshots of calls."""
 LARGEST_BODY = 1 << 36
 """Largest size in bytes of the weights of one rank, before there are any."""
-LIMITS = Limits(head=LARGE_HEAD)
-"""Heads hold the names and shapes of all parameters; bodies are bounded by `Service.largest_body`."""
 _SLACK = 1 << 20
 """Bytes by which a payload may exceed its weights."""
 
@@ -108,7 +106,9 @@ class Service:
     def disconnect(self, caller: Connection) -> None:
         """Record that a connection has ended. Its island gets the whole anchor when it calls again."""
         with self._change:
-            self._disconnect_all(caller)
+            for number in [number for number, one in self._connected.items() if one is caller]:
+                del self._connected[number]
+                self.store.forget(number)
 
     def close(self) -> None:
         """Save everything, and release the file for another server."""
@@ -117,11 +117,6 @@ class Service:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-    def _disconnect_all(self, caller: Connection) -> None:
-        for number in [number for number, one in self._connected.items() if one is caller]:
-            del self._connected[number]
-            self.store.forget(number)
 
     def _drop(self, number: int) -> None:
         """Drop what only an island needs that is still there."""
@@ -186,7 +181,7 @@ class Service:
         token = secrets.token_hex(16)
         self._admit(self.store.give_token(saved.number, token))
         # The island that its process was since it started is gone.
-        self._disconnect_all(caller)
+        self.disconnect(caller)
         self.store.forget(saved.number)
         self._connected[saved.number] = caller
         return {"kind": "resumed", "token": token}, b""
@@ -333,8 +328,9 @@ class Server:
     """
 
     def __init__(self, file: Snapshot | None, host: str, port: int, report: Callable[[str], None] = ignore) -> None:
-        credentials = Credentials.find()
-        self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, credentials, LIMITS, log=report)
+        # Heads hold the names and shapes of all parameters; bodies are bounded by `Service.largest_body`.
+        limits, credentials = Limits(head=LARGE_HEAD), Credentials.find()
+        self._server = TransportServer(PARAMETER_SERVER, self._serve, host, port, credentials, limits, log=report)
         self.port = self._server.port
         try:
             self.service = Service(file, report)

@@ -6,14 +6,13 @@ a crash the server continues from it, and asks islands for the calls that it had
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspeed_compress.errors import StateError
-from deepspeed_compress.local_sgd.coordinator.coordinator import hold_state
+from deepspeed_compress.local_sgd.coordinator.coordinator import HeldFile
 from deepspeed_compress.local_sgd.parameter_server.store import Records, Store
 from deepspeed_compress.safe_files import replacing, sync_directory, temporary
 
@@ -21,15 +20,8 @@ _RECORDS = "records"
 _DAMAGE = (OSError, SafetensorError, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
-class Snapshot:
-    """File `path`, which only one server may hold.
-
-    Raises:
-        ConfigError: if another server holds the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, hold_state(path)
+class Snapshot(HeldFile):
+    """File in which a parameter server keeps its state."""
 
     def read(self) -> Store | None:
         """Return the store that was written last; None if there is none.
@@ -59,7 +51,3 @@ class Snapshot:
             sync_directory(self._path.parent)
         except SafetensorError as error:
             raise OSError(f"{self._path}: {error}") from error
-
-    def close(self) -> None:
-        """Release the file for another server."""
-        self._lock.close()

@@ -9,6 +9,7 @@ with c = 0): it is updated and applied when the received pushes make a whole mea
 so that islands need not be counted.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -19,24 +20,8 @@ from torch import Tensor
 
 from deepspeed_compress.local_sgd.coordinator.membership import different_terms
 from deepspeed_compress.local_sgd.exchange import as_bytes, read_bytes
-from deepspeed_compress.local_sgd.parameter_server.messages import (
-    Fresh,
-    Layout,
-    Part,
-    Push,
-    Seed,
-    Shape,
-    Terms,
-    check_slices,
-)
-from deepspeed_compress.local_sgd.parameter_server.places import (
-    NAMES,
-    Place,
-    make_messages,
-    make_place,
-    read_place,
-    refuse_unfit,
-)
+from deepspeed_compress.local_sgd.parameter_server.messages import Fresh, Layout, Part, Push, Seed, Shape, Terms
+from deepspeed_compress.local_sgd.parameter_server.places import NAMES, Place, make_messages, read_place, refuse_unfit
 from deepspeed_compress.transport.connection import Buffer, Head
 from deepspeed_compress.transport.messages import Fields, Text, validated
 
@@ -244,11 +229,11 @@ class Store:
         self._anchors_held.pop(number, None)
 
     def _read_places(self, tensors: Mapping[str, Tensor]) -> tuple[Place, ...]:
-        records, settings = self.records, self.terms.settings
-        return tuple(
-            read_place(settings, layout, records.shapes, _of_place(tensors, place))
-            for place, layout in enumerate(records.layouts)
-        )
+        records, settings, found = self.records, self.terms.settings, []
+        for place, layout in enumerate(records.layouts):
+            own = {name: tensors[key] for name in NAMES if (key := f"{name}/{place}") in tensors}
+            found.append(read_place(settings, layout, records.shapes, own))
+        return tuple(found)
 
     def _size(self, part: Part) -> int:
         """Return the size in bytes of the body of `part`."""
@@ -276,8 +261,11 @@ class Store:
         return Change("exact", seeded, places)
 
     def _seed_place(self, part: Seed, body: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> Place:
+        """Return a place with the weights in `body` as its anchor, and zero momentum."""
         anchor = read_bytes(body, torch.float32).clone()
-        place = make_place(self.terms.settings, anchor, part.layout, shapes)
+        settings = self.terms.settings
+        momentum = torch.zeros_like(anchor) if settings.outer.optimizer == "nesterov" else anchor.new_zeros(0)
+        place = Place(anchor, momentum, momentum.clone(), make_messages(settings, part.layout, shapes))
         if not place.is_finite:
             raise ValueError(f"the weights of rank {part.place} are not finite")
         if not place.messages.exact:
@@ -328,9 +316,13 @@ def tensors_of(places: Sequence[Place]) -> dict[str, Tensor]:
     return {f"{name}/{number}": tensor for number, place in enumerate(places) for name, tensor in place.tensors.items()}
 
 
-def _of_place(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-    found = {name: tensors.get(f"{name}/{place}") for name in NAMES}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+def check_slices(layout: Layout, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError if a slice of `layout` is not within its parameter."""
+    for name, begin, numel in layout:
+        if name not in shapes:
+            raise ValueError(f"layout names {name}, whose shape is missing (allowed: parameters in shapes)")
+        if begin + numel > math.prod(shapes[name]):
+            raise ValueError(f"a slice of {name} ends at {begin + numel} (allowed: up to {math.prod(shapes[name])})")
 
 
 def _merged(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:

@@ -41,7 +41,7 @@ def test_the_command_serves_until_stopped_and_resumes_from_its_state_file(
     state, runs = tmp_path / "state.json", []
     for number in range(2):
         with serving(state) as address:
-            client = CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
+            client = CoordinatorClient(address, 60.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"], "")
             assert client.number == number
             assert main(["islands", "status", address, "--json"]) == 0
             runs.append(json.loads(capsys.readouterr().out))
@@ -54,7 +54,7 @@ def test_status_prints_a_readable_table(tmp_path: Path, capsys: pytest.CaptureFi
     with serving(tmp_path / "state.json") as address:
         assert main(["islands", "status", address]) == 0
         assert capsys.readouterr().out.endswith("no island is connected\n")
-        client = CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
+        client = CoordinatorClient(address, 60.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"], "")
         assert main(["islands", "status", address]) == 0
         client.leave()
     about, titles, _, row = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip())
@@ -98,7 +98,7 @@ def test_the_command_continues_if_its_output_is_closed_and_its_files_are_private
 def numbers_given(address: str, asynchronous: bool) -> list[int]:
     """Rounds of two islands are logged."""
     if not asynchronous:
-        return [CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
+        return [CoordinatorClient(address, 60.0, {"timeout": 2.0}, "host:1", ["host:2"], "").number for _ in range(2)]
     terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
     client = PushClient(address, 1.0, 60.0)
     found = [client.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
@@ -136,7 +136,7 @@ def test_status_reports_an_unreachable_address(address: str, text: str, capsys: 
 def test_forget_removes_dead_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path / "state.json") as address:
         lost, there = (
-            CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2)
+            CoordinatorClient(address, 60.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"], "") for n in range(2)
         )
         for one in (lost, there):
             assert one.sources().version == 1

@@ -12,7 +12,8 @@ from deepspeed_compress.local_sgd.coordinator.client import CoordinatorClient, s
 from deepspeed_compress.local_sgd.coordinator.coordinator import StateFile, island_server
 from deepspeed_compress.local_sgd.coordinator.messages import COORDINATOR
 from deepspeed_compress.transport.client import connect
-from deepspeed_compress.transport.credentials import Credentials, Secret
+from deepspeed_compress.transport.credentials import SECRET, SECRET_FILE, Credentials
+from deepspeed_compress.transport.messages import Fields
 from tests.support.coordinators import coordinator, serving
 from tests.support.transport import until
 
@@ -27,14 +28,14 @@ def test_a_malformed_message_closes_only_its_connection(message: dict) -> None:
             with pytest.raises(ConnectionError):
                 there.receive(60)
         assert status(address)["islands"] == []
-        client = CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], "")
         assert client.number == 0
         client.leave()
 
 
 def test_leave_returns_after_the_coordinator_has_removed_the_island() -> None:
     with coordinator() as address:
-        client = CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], "")
         client.leave()
         assert status(address)["islands"] == []
 
@@ -44,11 +45,11 @@ def test_the_log_reports_islands_that_join_and_leave_with_reasons() -> None:
     server = island_server(None, "127.0.0.1", 0, printed.append)
     with serving(server):
         address, terms = f"127.0.0.1:{server.port}", {"timeout": 1.0}
-        client = CoordinatorClient(address, 1.0, 60.0, terms, "host:1", ["host:2"])
+        client = CoordinatorClient(address, 60.0, terms, "host:1", ["host:2"], "")
         client.leave()
-        other = CoordinatorClient(address, 1.0, 60.0, terms, "host:1", ["host:2"])
+        other = CoordinatorClient(address, 60.0, terms, "host:1", ["host:2"], "")
         with pytest.raises(ConfigError, match="timeout is 2"):
-            CoordinatorClient(address, 2.0, 60.0, {"timeout": 2.0}, "host:1", ["host:2"])
+            CoordinatorClient(address, 60.0, {"timeout": 2.0}, "host:1", ["host:2"], "")
         with connect(address, COORDINATOR, Credentials.find()) as there:
             there.send(JOIN)
             assert there.receive(60)["kind"] == "welcome"
@@ -80,7 +81,7 @@ def test_a_stall_of_the_coordinator_does_not_lose_islands() -> None:
     printed: list[str] = []
     server = island_server(None, "127.0.0.1", 0, printed.append)
     with serving(server):
-        client = CoordinatorClient(f"127.0.0.1:{server.port}", 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client = CoordinatorClient(f"127.0.0.1:{server.port}", 60.0, {"timeout": 1.0}, "host:1", ["host:2"], "")
         with server._lock:
             time.sleep(2.0)
         assert client.sources().version == 1
@@ -93,10 +94,10 @@ def test_a_round_that_opens_right_after_an_answer_is_noticed() -> None:
     client = object.__new__(CoordinatorClient)
     client._change = _Unshared()
     client.is_awaited, client.version, client._pending = True, 1, {"kind": "arrive"}
-    client._handle({"kind": "over"})
+    client._handle("over", Fields())
     assert not client.is_awaited
-    client._handle({"kind": "open"})
-    client._ask = lambda message: {"kind": "over"}  # type: ignore[method-assign]
+    client._handle("open", Fields())
+    client._ask = lambda message: Fields()  # type: ignore[method-assign]
     assert client.arrive(1) is None
     assert client.is_awaited
 
@@ -140,10 +141,14 @@ def test_an_address_serves_only_one_server() -> None:
         island_server(None, "127.0.0.1", int(address.rpartition(":")[2]))
 
 
-def test_an_island_with_another_secret_fails_at_once_and_the_error_names_the_file() -> None:
-    wrong = Credentials(Secret(b"the secret of another account", "/home/me/.deepspeed_compress/secret"))
-    with (
-        coordinator() as address,
-        pytest.raises(ConfigError, match=r"a different secret.*/home/me/.deepspeed_compress/s"),
-    ):
-        CoordinatorClient(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
+def test_an_island_with_another_secret_fails_at_once_and_the_error_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("the secret of another account")
+    file.chmod(0o600)
+    with coordinator() as address:
+        monkeypatch.delenv(SECRET)
+        monkeypatch.setenv(SECRET_FILE, str(file))
+        with pytest.raises(ConfigError, match=f"a different secret.*{file}"):
+            CoordinatorClient(address, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], "")
