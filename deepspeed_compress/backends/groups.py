@@ -125,7 +125,8 @@ def split_by_node(group: Sequence[int], ranks_per_node: int, world_size: int) ->
         f"puts unequal numbers of data-parallel ranks on the nodes: {', '.join(map(str, sizes))}": len(set(sizes)) > 1,
         "leaves one data-parallel rank on each node, which has no effect": max(sizes) == 1,
     }
-    for reason in (reason for reason, applies in reasons.items() if applies):
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason is not None:
         raise ConfigError(
             f"/{SECTION}/gradients/hierarchy/ranks_per_node: {ranks_per_node} {reason} (allowed: the number of ranks "
             "that the launcher starts on each node). Write that, or remove the key hierarchy."

@@ -84,7 +84,8 @@ def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: Comp
     if found := factors - {0.0}:
         yield (
             f"/{SECTION}/gradients/method {method} applies momentum, and the optimizer {max(found)} on top; allowed: "
-            f"none. Write optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; momentum: 0.0 for SGD"
+            f"none. Write optimizer.params.betas: [0.0, 0.95] for Adam{WITH_TRAINER}; "
+            "optimizer.params.momentum: 0.0 for SGD"
         )
 
 

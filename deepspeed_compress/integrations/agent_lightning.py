@@ -167,7 +167,8 @@ class DeepSpeedAlgorithm(Algorithm):  # type: ignore[misc]  # Agent-Lightning ha
 
     def follow(self) -> None:
         """Learn from the samples that the first rank passes on, until it passes None when it ends."""
-        while (samples := of_first(None)) is not None:
+        nothing: Sequence[Sample] | None = None
+        while (samples := of_first(nothing)) is not None:
             self._learn(samples)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:

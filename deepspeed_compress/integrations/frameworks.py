@@ -135,7 +135,8 @@ def _checking(original: Method, self: Any, *args: Any, **options: Any) -> None:
         if section.checkpointing is not None and section.checkpointing.directory is not None:
             raise UnsupportedError(
                 f"/{SECTION}/checkpointing/directory: automatic checkpoints lack the state of Lightning's loops "
-                "(allowed: null). Remove directory, use Lightning's ModelCheckpoint, and pass ckpt_path to Trainer.fit"
+                "(allowed: null). Remove directory and the keys that need it (every, resume, save_on_sigterm, memory), "
+                "use Lightning's ModelCheckpoint, and pass ckpt_path to Trainer.fit"
             )
 
 
@@ -159,9 +160,10 @@ def _completing(original: Method, self: Any, filepath: Any) -> None:
 
 def _finishing(original: Method, self: Any) -> None:
     """Run `on_train_end`, and leave exact weights and complete checkpoints. Collective."""
-    session = _wait(self)
+    session: Session | None = vars(self.model).get("compression")
     if session is not None:
         session.synchronise()
+    _wait(self)
     original(self)
 
 

@@ -31,7 +31,8 @@ def attach(trainer: Trainer) -> Trainer:
     """
     ds_config = configuration_of(trainer)
     if ds_config is None:
-        raise ConfigError(f"the trainer does not use DeepSpeed; write TrainingArguments(deepspeed=FILE) with {SECTION}")
+        remedy = f'write TrainingArguments(deepspeed=FILE), with the section "{SECTION}" in FILE'
+        raise ConfigError(f"the trainer does not use DeepSpeed; {remedy}")
     parse_section(ds_config)
     install()
     # `install` does it when a configuration is read, but that of `trainer` has been read already.

@@ -185,17 +185,19 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
 
 def _total_ratio(measured: list[StepStatistics]) -> dict[str, float]:
     """Return the ratio of the bytes that plain DeepSpeed would send to all bytes sent; empty if it is unknown."""
-    known = [(one.total_ratio, one) for one in measured]
-    pairs = [(ratio, sum(getattr(one, kind) or 0 for kind in KINDS)) for ratio, one in known if ratio is not None]
-    sent = sum(sent for _, sent in pairs)
-    return {"total_ratio": sum(ratio * sent for ratio, sent in pairs) / sent} if sent else {}
+    alone = sent = 0.0
+    for step in measured:
+        if step.total_ratio is not None:
+            size = sum(getattr(step, kind) or 0 for kind in KINDS)
+            alone, sent = alone + step.total_ratio * size, sent + size
+    return {"total_ratio": alone / sent} if sent else {}
 
 
 def newest_complete_checkpoint(output: Path) -> str | None:
     """Return Trainer's newest complete checkpoint in `output`; None if there is none. All ranks get rank 0's answer."""
     looks = not dist.is_initialized() or dist.get_rank() == 0
-    complete = (str(folder) for folder in _folders(output) if _is_complete(folder))
-    return of_first(next(complete, None) if looks else None)
+    folders = _folders(output) if looks else []
+    return of_first(next((str(folder) for folder in folders if _is_complete(folder)), None))
 
 
 def count_incomplete(output: Path) -> int:

@@ -82,7 +82,8 @@ class _Generation(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         if publisher.adapters is None:
             check_no_adapters(name for name, _ in self.model.named_parameters())
         if publisher.adapters == "alone" and not self._adapter_directory:
-            raise ConfigError('adapters are published alone; write published_weights(..., adapters="/shared/adapters")')
+            remedy = "write published_weights(..., adapters=DIR), with a directory that the server sees"
+            raise ConfigError(f"adapters are published alone; {remedy}")
         if not publisher.calls:
             publisher.publish()
         publisher.wait()

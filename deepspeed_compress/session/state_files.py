@@ -117,7 +117,8 @@ def result_on_all(work: Callable[[], T], group: ProcessGroup | None = None, prob
     try:
         result = work()
     except Exception as error:  # whatever it is, the other ranks must be told
-        own = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
+        named = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        own = str(error) if isinstance(error, StateError) else named
     problems = dict.fromkeys(one for one in gather_objects(own, group) if one)
     if problems:
         raise StateError(f"{problem}{'; '.join(problems)}")

@@ -75,7 +75,8 @@ class PairSum:
             return _exact_sum(x, self.group, self.messages.meter)
         total = x.clone(memory_format=torch.contiguous_format)
         chunks = torch.split(total.view(-1), self.chunk_numel)
-        for chunk, (pending, both) in [(chunk, self._start(chunk, number)) for number, chunk in enumerate(chunks)]:
+        started = [self._start(chunk, number) for number, chunk in enumerate(chunks)]
+        for chunk, (pending, both) in zip(chunks, started, strict=True):
             with self.messages.meter.phase("communicate", chunk.device):
                 pending.finish()
             self.messages.decode(chunk, *both)

@@ -58,7 +58,8 @@ def attach(
         >>> compression.save("checkpoint/step_100")
     """
     if not isinstance(model, DistributedDataParallel):
-        raise UnsupportedError(f"expected a DistributedDataParallel, got {type(model).__name__}; or use fsdp2.attach")
+        remedy = "wrap the model in it, or call fsdp2.attach for a model of fully_shard"
+        raise UnsupportedError(f"expected a DistributedDataParallel, got {type(model).__name__}; {remedy}")
     section, document = read_section(config)
     optimizer = unwrap(optimizer)
     target = Target(_trained(model), model.process_group)

@@ -190,7 +190,8 @@ class _Reduction(ReduceScatter):
     def check(self) -> None:
         if self._unit.theirs._reduce_scatter_comm is not self:
             name = self._unit.names[0]
-            raise UnsupportedError(f"the reduce-scatter of {name} was replaced after fsdp2.attach; leave it alone")
+            remedy = "do not call set_custom_reduce_scatter or similar methods"
+            raise UnsupportedError(f"the reduce-scatter of {name} was replaced after fsdp2.attach; {remedy}")
 
     def _begin(self) -> None:
         step = self._session.clock.begun
@@ -206,7 +207,9 @@ class _Reduction(ReduceScatter):
         """Return the layout of the gradients that are about to be reduced."""
         if not self._trained.issuperset(self._coming):
             late = ", ".join(sorted(set(self._coming) - self._trained))
-            raise UnsupportedError(f"{late}: frozen when fsdp2.attach was called, but trained now; attach again")
+            raise UnsupportedError(
+                f"{late}: frozen when fsdp2.attach was called, but trained now; call attach after unfreezing"
+            )
         whole = isinstance(self._session.gradients.reducer, ClippingReducer | PowerSGDReducer)
         layout = find_layout(_sizes(self._unit, self._coming), shards, whole)
         if layout.numel != numel:

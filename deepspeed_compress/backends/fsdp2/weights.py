@@ -125,7 +125,8 @@ class Gathers:
         """
         replaced = [gather.unit.names[0] for gather in self._gathers if not is_gathered_by_us(gather.unit)]
         if replaced and self._reducer is not None:
-            raise UnsupportedError(f"the all-gather of {replaced[0]} was replaced after fsdp2.attach; leave it alone")
+            remedy = "do not call set_custom_all_gather or similar methods"
+            raise UnsupportedError(f"the all-gather of {replaced[0]} was replaced after fsdp2.attach; {remedy}")
 
     def rounds_over(self, group: ProcessGroup) -> bool:
         """Return True if a gather over `group` that begins now is rounded.

@@ -45,19 +45,21 @@ _EXPERTS = f"{_PLACE}/experts"
 
 def attach_activations(
     chunks: Sequence[Any], activations: Activations, run: Run, patches: Patches
-) -> Iterator[Callable[[], None]]:
+) -> list[Callable[[], None]]:
     """Compress what `activations` says until `patches` are undone.
 
-    Yields:
+    Returns:
         What has to be called before each step of the optimizer.
     """
+    before: list[Callable[[], None]] = []
     if activations.experts is not None:
-        yield from _attach_experts(chunks, activations.experts, run.meter, patches)
+        before += _attach_experts(chunks, activations.experts, run.meter, patches)
     if activations.pipeline is not None:
         stages = _Stages(chunks[0], activations.pipeline.bits, run)
         original = vars(P2PCommunicator)[_METHOD]
         patches.replace(P2PCommunicator, _METHOD, partialmethod(_communicate, stages, original))
-        yield stages.before_step
+        before.append(stages.before_step)
+    return before
 
 
 def measure_activations(chunks: Sequence[Any], activations: Activations, session: Session) -> None:
@@ -89,12 +91,13 @@ def _find_dispatchers(chunks: Sequence[nn.Module]) -> list[Any]:
 
 def _attach_experts(
     chunks: Sequence[nn.Module], settings: ExpertActivations, meter: Meter, patches: Patches
-) -> Iterator[Callable[[], None]]:
+) -> list[Callable[[], None]]:
     """Compress the exchanges of the experts of `chunks`, until `patches` are undone.
 
-    Yields:
+    Returns:
         What has to be called before each step of the optimizer.
     """
+    before: list[Callable[[], None]] = []
     ways = {"token_dispatch": settings.dispatch, "token_combine": settings.combine}
     legs = {method: make_leg(way.bits, meter) for method, way in ways.items() if way is not None}
     for chunk in chunks:
@@ -103,7 +106,8 @@ def _attach_experts(
         for dispatcher in _find_dispatchers([chunk]):
             for method, leg in legs.items():
                 patches.replace(dispatcher, method, _Way(getattr(dispatcher, method), leg, training, compiled))
-        yield compiled.before_step
+        before.append(compiled.before_step)
+    return before
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,10 @@ def find_activation_limits(chunks: Sequence[Any], activations: Activations | Non
     if activations is None:
         return
     if activations.tensor is not None:
-        yield f"{_PLACE}/tensor works only with DeepSpeed: Transformer Engine's layers sum themselves; remove the key"
+        yield (
+            f"{_PLACE}/tensor works only with DeepSpeed, because Transformer Engine's layers sum by themselves; remove "
+            "the key"
+        )
     if activations.pipeline is not None and chunks[0].pp_group.size() == 1:
         yield f"{_PLACE}/pipeline has no effect, because there is one stage; remove the key"
     if activations.pipeline is not None and chunks[0].config.use_ring_exchange_p2p:
@@ -268,7 +275,8 @@ def _limits_of_experts(chunks: Sequence[Any]) -> Iterator[str]:
     dispatchers = _find_dispatchers(chunks)
     others = {type(one).__name__ for one in dispatchers if not isinstance(one, MoEAlltoAllTokenDispatcher)}
     for name in sorted(others):
-        yield f'{_EXPERTS}: {name} exchanges tokens by other means; write moe_token_dispatcher_type="alltoall"'
+        remedy = 'write moe_token_dispatcher_type="alltoall", or remove the key'
+        yield f"{_EXPERTS}: {name} exchanges tokens by other means; {remedy}"
     if not dispatchers and chunks[0].pp_group.size() == 1:
         yield f"{_EXPERTS} has no effect, because no ranks share experts (expert_model_parallel_size); remove the key"
     if dispatchers and any(is_compiled(module) for chunk in chunks for module in chunk.modules()):

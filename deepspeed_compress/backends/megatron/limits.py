@@ -65,7 +65,8 @@ def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -
     for chunk in chunks:
         yield from (f"{key} {why}; write False" for key, why in _OPTIONS.items() if getattr(chunk.ddp_config, key))
         if chunk.ddp_config.num_distributed_optimizer_instances > 1:
-            yield "num_distributed_optimizer_instances reduces over two groups; write 1 (or use gradients.hierarchy)"
+            remedy = "write 1 (gradients.hierarchy saves bytes between nodes)"
+            yield f"num_distributed_optimizer_instances reduces over two groups; {remedy}"
         if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
             yield 'cuda_graph_impl captures work that is decided in every step; write "none"'
     yield from _limits_of_optimizer(chunks, optimizer)
@@ -106,9 +107,15 @@ def _limits_of_weights(chunks: Sequence[Any], optimizer: Any, config: CompressCo
     where = f'/{SECTION}/weights/method: "{config.weights.method}"'
     remedy = 'Write "method": "none", or remove weights'
     if config.weights.overlap:
-        yield f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false); use overlap_param_gather"
+        yield (
+            f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false); remove the key, and use "
+            "overlap_param_gather"
+        )
     if config.weights.frozen:
-        yield f"/{SECTION}/weights/frozen: true has no effect, since Megatron never sends them; remove the key"
+        yield (
+            f"/{SECTION}/weights/frozen: true has no effect (allowed: false), since Megatron never sends frozen "
+            "weights; remove the key"
+        )
     if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         yield f"{where} has no effect without use_distributed_optimizer: no weights are sent. {remedy}, or use it"
     elif not any(map(has_masters, _bucket_groups(chunks))):

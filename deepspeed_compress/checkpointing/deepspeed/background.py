@@ -34,7 +34,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.config.models import Checkpointing
 from deepspeed_compress.config.numbers import byte_rate, seconds
 from deepspeed_compress.session.observer import new_run
-from deepspeed_compress.session.patches import Patches, replaced
+from deepspeed_compress.session.patches import Patches
 
 
 def attach_background(engine: Any, settings: Checkpointing, patches: Patches) -> "BackgroundSaving":
@@ -289,9 +289,12 @@ class BackgroundSaving(Participant):
         on_disk = queue is self._disk
         if on_disk:
             self._saved = int(self._engine.global_steps)
-        directory, state = self._directory if on_disk else self.memory_directory, self._client_state()
-        with replaced(self, _automatic=True):
-            self._engine.save_checkpoint(str(directory), client_state=state, save_latest=on_disk)
+        directory, client_state = self._directory if on_disk else self.memory_directory, self._client_state()
+        self._automatic = True
+        try:
+            self._engine.save_checkpoint(str(directory), client_state=client_state, save_latest=on_disk)
+        finally:
+            self._automatic = False
 
     def _task(self, directory: CheckpointDirectory, save: Save, host: HostMemory | None) -> Task:
         patience, keep = seconds(self._settings.timeout), self._settings.keep if save.automatic else None

@@ -122,7 +122,7 @@ def load_last(engine: Any) -> None:
 def _loads(engine: Any, place: Path, is_last: bool) -> bool:
     """Load the checkpoint in the tag directory `place`. Unless it `is_last`, return False if that is impossible.
 
-    Collective: if some rank does not find the directory, that is so on all ranks.
+    Collective: if some rank does not find the directory, it counts as missing on all ranks.
     """
     try:
         without = [rank for rank, found in enumerate(gather_objects(place.is_dir())) if not found]
