@@ -106,7 +106,7 @@ class TorchSteps(StepFollower):
 
     @property
     def loss_scale(self) -> float:
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def begin(self, step: int) -> None:
         self.count, self.reduced, self._asked, self._applied = step, False, False, False

@@ -220,7 +220,7 @@ class _Transport:
 
 
 _BY_DEVICE: Mapping[str, _Transport] = {
-    "cpu": _Transport(_point_to_point),
+    "cpu": _Transport(_point_to_point, has_streams=False),
     "cuda": _Transport(_all_to_all, _all_to_all_split, _all_gather_split),
 }
 _BY_MIRROR: Mapping[str, _Transport] = {

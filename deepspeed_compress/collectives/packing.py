@@ -80,7 +80,8 @@ class Packer:
         for piece in layout.pieces:
             own, channel = _part(local, piece), self._channel(piece)
             exact, encoded = self._own_part(own, payloads[:, piece.begin : piece.end], piece, number)
-            total, codec = own if exact is None else exact.mul_(scale), channel.codec
+            codec = channel.codec
+            total = own if exact is None else exact.mul_(scale)
             if deliver:
                 codec.decode(encoded, piece.segments, total, scale, add=exact is not None)
                 own.copy_(self._delivered(total, channel, piece.segments))

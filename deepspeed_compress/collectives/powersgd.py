@@ -96,7 +96,8 @@ class PowerSGDReducer:
 
     def _reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce the elements outside matrices, as a separate bucket, and approximate the matrices."""
-        layout, operation = self.layout(partition), self.others.all_reduce if everywhere else self.others.reduce_scatter
+        layout = self.layout(partition)
+        operation = self.others.all_reduce if everywhere else self.others.reduce_scatter
         if layout.others and layout.stacks:
             rest = gather(bucket, layout.others)
             operation(rest, layout.rest, scale)

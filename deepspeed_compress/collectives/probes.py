@@ -48,12 +48,19 @@ def link_seconds(group: ProcessGroup, device: torch.device, sizes: Sequence[int]
     The bytes are divided equally among the other ranks, in both directions. Each value is the median of three, because
     traffic shapers let a first burst pass at once. Collective; waits for the GPU. Zeros for a group of one.
     """
-    seconds, others = [], group.size() - 1
-    for size in sizes if others else ():
-        messages = torch.zeros(2, group.size(), size // others, dtype=torch.uint8, device=device)
-        call = partial(exchange, group, *(list(one.unbind()) for one in messages))
+    others = group.size() - 1
+    if not others:
+        return [0.0] * len(sizes)
+    seconds = []
+    for size in sizes:
+        # Allocated one by one: parts of one tensor would not be aligned.
+        outgoing, incoming = (
+            [torch.zeros(size // others, dtype=torch.uint8, device=device) for _ in range(group.size())]
+            for _ in range(2)
+        )
+        call = partial(exchange, group, outgoing, incoming)
         seconds.append(statistics.median(seconds_of(call, group, device) for _ in range(REPEATS)))
-    return seconds or [0.0] * len(sizes)
+    return seconds
 
 
 def seconds_of(call: Callable[[], object], group: ProcessGroup, device: torch.device) -> float:

@@ -266,8 +266,9 @@ class Residuals:
 
     def _settle(self, layout: Layout, values: Tensor) -> _Slot:
         """Create a slot with `values`, as `_remove` returns them, and register it for the ranges of `layout`."""
-        applied, *running = (_Buffer(self._stored(self._encoded(row))) for row in values)
-        slot = _Slot(applied, {layout: (0, applied.payload.numel())}, next(iter(running), None), bool(running))
+        buffers = [_Buffer(self._stored(self._encoded(row))) for row in values]
+        applied, running = buffers[0], buffers[1] if len(buffers) > 1 else None
+        slot = _Slot(applied, {layout: (0, applied.payload.numel())}, running, running is not None)
         self._register(layout, slot)
         return slot
 

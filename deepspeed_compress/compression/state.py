@@ -65,7 +65,8 @@ def contents(
         version=VERSION,
         sha256="",
         position=position,
-        **asdict(moment),
+        # A scaler may have an integer, which would be read as a float, and have another digest.
+        **asdict(replace(moment, loss_scale=float(moment.loss_scale))),
         section=section,
         decisions=decisions,
         storage={name: store.dtype for name, store in stores.items()},

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from deepspeed_compress.compression.residuals import STORAGE
 from deepspeed_compress.errors import StateError
@@ -111,11 +111,16 @@ def read_description(file: Path) -> Description:
         if found["version"] != VERSION:
             raise StateError(f"{path} has version {found['version']}; this package reads {VERSION}")
         return _checked(_DESCRIPTION.validate_python(found))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key, value = "/" + "/".join(map(str, first["loc"])), f"{first['input']!r:.60}"
+        problem = f"{key:.200} is {value}: {first['msg']}"
+        # Not chained: the error has an entry for every wrong value.
+        raise StateError(f"{path} is damaged or not a state of this package ({problem})") from None
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist (was the checkpoint written without this package?)") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = " ".join(repr(error).split())
-        raise StateError(f"{path} is damaged or not a state of this package ({reason})") from error
+        raise StateError(f"{path} is damaged or not a state of this package ({error!r})") from error
 
 
 def _checked(found: Description) -> Description:

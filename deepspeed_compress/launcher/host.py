@@ -78,11 +78,13 @@ class Agent:
                 self._run_once()
             return self._code
         finally:
-            self._workers.close()
-            self._port.release()
-            remove_shared_memory(self._rendezvous)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            try:
+                self._workers.close()
+                self._port.release()
+                remove_shared_memory(self._rendezvous)
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

@@ -6,7 +6,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspeed_compress.launcher.heartbeat import Heartbeat, read_heartbeat
@@ -26,6 +26,7 @@ class HostStart:
         number: number of the start.
         ranks: the ranks.
         heartbeats: directory of the ranks' heartbeats.
+        latest: latest heartbeat of each rank, including ranks that have ended.
         stopping: True once the ranks must end.
         terminating: True once a user's signal has asked the ranks to end.
         kill_at: time at which ranks that still run are killed.
@@ -35,6 +36,7 @@ class HostStart:
     number: int
     ranks: range
     heartbeats: Path
+    latest: dict[int, Heartbeat] = field(default_factory=dict)
     stopping: bool = False
     terminating: bool = False
     kill_at: float | None = None
@@ -57,7 +59,8 @@ class HostStart:
     def _read(self) -> Mapping[int, Heartbeat]:
         """Return the latest heartbeat of each rank, including ranks that have ended."""
         found = {rank: read_heartbeat(self.heartbeats, rank) for rank in self.ranks}
-        return {rank: beat for rank, beat in found.items() if beat is not None}
+        self.latest.update({rank: beat for rank, beat in found.items() if beat is not None})
+        return self.latest
 
 
 class ReservedPort:

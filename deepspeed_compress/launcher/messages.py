@@ -1,9 +1,10 @@
 """Messages between agents and their supervisor. The module `supervisor` explains each kind."""
 
+import signal
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from deepspeed_compress.transport.messages import Address, Count, Fields, Messages, Name, Seconds, Text
 
@@ -57,10 +58,17 @@ class Stopped(OfStart):
     error_time: Seconds | None = None
 
 
+def _ending(number: int) -> int:
+    if number not in (signal.SIGINT, signal.SIGTERM):
+        raise ValueError("the signal is neither SIGINT nor SIGTERM")
+    return number
+
+
 class Signal(Fields):
     """Signal of a user, SIGINT or SIGTERM, which ends the job."""
 
-    number: Literal[2, 15]
+    # A Literal would take 2.0, also in strict mode.
+    number: Annotated[int, AfterValidator(_ending)]
 
 
 FROM_AGENTS = Messages(

@@ -286,8 +286,9 @@ class ElasticExchange:
         if count > MAX_VOID_ROUNDS and self._void_rounds[-1] - self._void_rounds[0] > self.elastic.give_up_seconds:
             raise IslandError(
                 f"/deepspeed_compress/islands/elastic/give_up: {count} exchanges in a row failed within "
-                f"{self.elastic.give_up} ({problem or 'other islands failed'}); open the ports between islands, or set "
-                "GLOO_SOCKET_IFNAME, or if exchanges time out on a slow link, write a longer give_up, or fewer bits"
+                f"{self.elastic.give_up} ({problem or 'other islands failed'}); islands must reach each other, not "
+                "only the coordinator: open the ports between them, or set GLOO_SOCKET_IFNAME; if exchanges time out "
+                "on a slow link, write a longer give_up, or fewer bits"
             )
         return committed
 

@@ -91,7 +91,8 @@ class FixedExchange:
         sent = self._weights.read(segments)
         # The ranks of this island agree whether all master weights are finite.
         healthy = torch.isfinite(sent).all().to(torch.float32)
-        dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._ranks.group)
+        if self._ranks.group is not None and self._ranks.group.size() > 1:
+            dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._ranks.group)
         is_healthy = bool(healthy)
         count = dist.all_reduce(healthy, group=group, async_op=True) if group.size() > 1 else None
         share = Share(is_healthy, float(is_healthy), healthy, count)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class IslandRanks:
-    """The ranks of one island. `group` is their process group on the host; None for a single rank."""
+    """The ranks of one island. `group` is their process group (elastic: on the host); None for a single rank."""
 
     group: ProcessGroup | None = None
 

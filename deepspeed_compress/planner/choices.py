@@ -111,7 +111,8 @@ def _now(job: Job, plan: Plan, setup: Setup | None) -> Choice:
     found = [job.candidate(replace(layout, **more)) for layout in layouts if setup.allows(layout)]
     if not found:
         sizes = f"{job.cluster.gpus} GPUs with {job.batch} sequences per step"
-        raise ConfigError(f"--config: has no layout of {sizes}; correct its parallelism and batch, or the options")
+        keys = "parallelism and train_micro_batch_size_per_gpu, or --gpus and --batch"
+        raise ConfigError(f"--config: has no layout of {sizes}; correct its {keys}")
     return Choice(NOW, min(found, key=lambda one: (one.verdict == "does not fit", one.days)))
 
 

@@ -239,5 +239,7 @@ def read_constants(file: Path, gpu: str) -> Constants:
     if set(values) != names or not all(0 < value < float("inf") for value in values.values()):
         raise ConfigError(f"--constants {file}: must have a positive number for each of {', '.join(sorted(names))}")
     if measured != gpu:
-        raise ConfigError(f"--constants {file}: were measured on {measured}, not on {gpu}; write --measure instead")
+        raise ConfigError(
+            f"--constants {file}: were measured on {measured}, not on {gpu}; write --measure, or change --gpus"
+        )
     return Constants(**values)

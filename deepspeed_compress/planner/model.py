@@ -192,8 +192,8 @@ def _model(name: str, config: Mapping[str, Any]) -> Model:
         longest=longest,
     )
     if model.heads % model.kv_heads or model.active > model.experts:
-        divided = f"num_key_value_heads {model.kv_heads} of num_attention_heads {heads}"
-        raise ValueError(f"{divided}, or num_experts_per_tok {model.active} of {experts} experts, do not fit")
+        divided = f"num_key_value_heads {model.kv_heads} must divide num_attention_heads {heads}"
+        raise ValueError(f"{divided}, and num_experts_per_tok {model.active} be at most the {experts} experts")
     return model
 
 

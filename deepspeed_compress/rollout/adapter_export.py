@@ -67,8 +67,8 @@ class AdapterExporter:
                 return []
             self._write(target)
             matches = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
-            for version in sorted(int(match[1]) for match in matches if match is not None)[: -self._keep]:
-                shutil.rmtree(self.place(version))
+            for old in sorted(int(match[1]) for match in matches if match is not None)[: -self._keep]:
+                shutil.rmtree(self.place(old))
         return [target]
 
     def _write(self, version: int) -> None:

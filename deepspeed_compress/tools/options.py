@@ -240,7 +240,8 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--spares", type=integer_from(0), default=0, metavar="N", help=what)
     what = "address of one of the hosts, where the agents of all hosts meet; run the same command on each host"
     group.add_argument("--rendezvous", metavar="HOST:PORT", help=what)
-    what = "time without a step of any rank, after which all restart; see DEEPSPEED_TIMEOUT, too (default: %(default)s)"
+    what = "time without a step of any rank, after which all restart (default: %(default)s); with a longer one, set "
+    what += "DEEPSPEED_TIMEOUT (minutes), too"
     group.add_argument("--hang", default="10 min", metavar="TIME", help=what)
     what = "time that ranks have to end before they are killed (default: %(default)s)"
     group.add_argument("--grace", default="30 s", metavar="TIME", help=what)

@@ -135,7 +135,9 @@ def find_measuring_ranks(emulation: Emulation | None, timeout: float, cluster: C
     """
     with find_ranks(emulation, timeout, "plan cluster") as ranks:
         if ranks.count != cluster.gpus:
-            raise ConfigError(f"--gpus: {cluster.gpus}, but {ranks.count} processes; start one for each GPU")
+            raise ConfigError(
+                f"--gpus: {cluster.gpus}, but {ranks.count} processes; start one for each GPU, or change --gpus"
+            )
         kinds = Counter(ranks.gather(cluster.gpu.name))
         if len(kinds) > 1:
             found = "+".join(f"{count}x{name}" for name, count in kinds.items())

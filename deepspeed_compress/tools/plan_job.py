@@ -58,7 +58,8 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if emulated is not None:
         written = (options.gpus, options.network, options.gpus_per_node, options.hostfile)
         if any(written) or len(emulated.rates) > 1 or emulated.rates == ("none",):
-            raise ConfigError("--emulate: describes all hosts and one rate; write 2x2,1gbit, and no other cluster")
+            others = "--gpus, --gpus-per-node, --hostfile and --network"
+            raise ConfigError(f"--emulate: describes all hosts and one rate; write 2x2,1gbit, and leave out {others}")
         return read_cluster(f"{emulated.ranks}xCPU", emulated.rates[0], emulated.per_host)
     if options.gpus is None:
         return _found_cluster(options)

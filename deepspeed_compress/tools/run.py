@@ -82,8 +82,9 @@ def _command(options: argparse.Namespace, arguments: Sequence[str], agent: bool,
     return program_command(program, arguments[1:], own)
 
 
-_TIMES: Mapping[str, object] = {"hang": "10 min", "grace": "30 s", "wait": "10 min"}
-_AGENT_OPTIONS = {"ranks": None, "hosts": 1, "spares": 0, "rendezvous": None, **_TIMES}
+_AGENT_OPTIONS: Mapping[str, object] = {
+    "ranks": None, "hosts": 1, "spares": 0, "rendezvous": None, "hang": "10 min", "grace": "30 s", "wait": "10 min"
+}  # fmt: skip
 """Options that require `--restarts`, with their defaults."""
 
 

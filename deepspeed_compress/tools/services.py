@@ -168,8 +168,10 @@ def export_rollout(options: argparse.Namespace) -> int:
     from deepspeed_compress.rollout.checkpoint_export import CheckpointExporter
 
     stopped, store = _stopped_by_signals(), open_store(options.store)
-    exporter: Any = AdapterExporter(store, options.directory)
-    if options.model is not None:
+    exporter: Any
+    if options.model is None:
+        exporter = AdapterExporter(store, options.directory)
+    else:
         exporter = CheckpointExporter(store, options.directory, options.model)
     while not stopped.is_set():
         for version in exporter.update():

@@ -94,12 +94,13 @@ class Loop:
         options, engine, latest = self.options, self.engine, math.nan
         losses, seconds = list[Tensor](), 0.0
         for step in range(first + 1, options.steps + 1):
-            rates, begin = engine.get_lr(), time.perf_counter()
+            rates = engine.get_lr()
+            rate, begin = float(rates[0]) if rates else None, time.perf_counter()
             losses.append(train_step(self.stepper, self.data.train, self.share, options.seed, step, engine.device))
             get_accelerator().synchronize()
             seconds += time.perf_counter() - begin
             if step % options.log_every == 0 or step == options.steps:
-                self._log(step, losses, seconds / len(losses), float(rates[0]) if rates else None)
+                self._log(step, losses, seconds / len(losses), rate)
                 losses, seconds = [], 0.0
             if options.eval_every and step % options.eval_every == 0:
                 latest = self._evaluate(step)

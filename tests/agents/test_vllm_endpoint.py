@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install .[http]")
 
+import httpx
 from starlette.testclient import TestClient
 
 from deepspeed_compress.agents.vllm_endpoint import ServerWeights, make_vllm_endpoint
@@ -107,6 +108,16 @@ def test_what_cannot_be_answered_is_refused(server: Sampler, tmp_path: Path) -> 
         answer = gone.ask()
     assert answer.status_code == 503
     assert "ConnectError" in answer.json()["error"]["message"]
+
+
+def test_an_answer_that_is_no_json_is_an_error_of_openais_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def post(*_: Any, **__: Any) -> httpx.Response:
+        return httpx.Response(200, content=b"<html>")
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", post)
+    app = make_vllm_endpoint("http://127.0.0.1:9", first_weights(tmp_path))
+    refused = TestClient(app, raise_server_exceptions=False).post(CHAT, json=QUESTION)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (500, "server_error")
 
 
 def test_a_version_that_cannot_be_loaded_ends_the_following(server: Sampler, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.launcher.messages import FROM_SUPERVISOR, SUPERVISOR
+from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
 from deepspeed_compress.launcher.placement import JobOptions
 from deepspeed_compress.launcher.supervisor import Supervisor
 from deepspeed_compress.transport.client import connect
@@ -132,6 +132,14 @@ def joined(address: str, number: int) -> Connection:
     there = connect(address, SUPERVISOR, Credentials.find(), limits=Limits(patience=5.0))
     there.send(templates(number)[0])
     return there
+
+
+@pytest.mark.parametrize("number", [2.0, 15.0, True, "15", 9, None])
+def test_a_signal_that_no_user_sends_is_refused(number: object) -> None:
+    with pytest.raises(ValueError, match="number is"):
+        FROM_AGENTS.read({"kind": "end", "number": number})
+    with pytest.raises(ValueError, match="number is"):
+        FROM_SUPERVISOR.read({"kind": "pass", "start": 1, "number": number})
 
 
 def test_the_name_of_the_job_is_not_revealed_to_other_agents() -> None:

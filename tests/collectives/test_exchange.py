@@ -62,8 +62,8 @@ def test_one_message_is_shared_with_all(on_gpu: bool) -> None:
         parts[rank].fill_(9 + rank)
         if on_gpu:
             # It has of a group only what the transport calls.
-            work, _ = exchange._all_gather_split(Link(_Gathering(group)), messages, parts)  # type: ignore[arg-type]
-            work.wait()
+            started, _ = exchange._all_gather_split(Link(_Gathering(group)), messages, parts)  # type: ignore[arg-type]
+            started.wait()
         else:
             Link(group).all_gather_split(messages, sizes, 3).finish()
         return [one.tolist() for one in parts]

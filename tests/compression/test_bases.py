@@ -302,6 +302,22 @@ def test_a_saved_residual_continues_bit_for_bit(storage: str, tmp_path: Path) ->
         assert stored(resumed.residuals) == stored(feedback.residuals)
 
 
+@pytest.mark.parametrize("loss_scale", [65536, 65536.0])
+def test_a_loss_scale_of_either_type_is_loaded(loss_scale: float, tmp_path: Path) -> None:
+    """A scaler has the number that it was made with until its first update."""
+    residuals = trained().residuals
+    save(residuals, tmp_path, loss_scale=loss_scale)
+    assert stored(load(tmp_path, loss_scale=loss_scale)) == stored(residuals)
+
+
+@pytest.mark.parametrize("loss_scale", [True, 0, -1.0, "3", None])
+def test_another_loss_scale_is_refused_by_its_key(loss_scale: object, tmp_path: Path) -> None:
+    text = save(trained().residuals, tmp_path).with_suffix(".json")
+    text.write_text(json.dumps({**json.loads(text.read_text()), "loss_scale": loss_scale}))
+    with pytest.raises(StateError, match=r"\(/loss_scale is .*: Input should be .*\)$"):
+        load(tmp_path)
+
+
 def change(key: str, value: object) -> Callable[[dict], None]:
     return lambda plain: plain.update({key: value})
 

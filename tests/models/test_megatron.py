@@ -56,3 +56,9 @@ def test_a_config_that_megatron_cannot_represent_is_refused(config: Any, message
     with pytest.raises(UnsupportedError) as raised:
         gpt_options(config)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_shared_as_the_config_says(tied: bool) -> None:
+    options = gpt_options(GPT2Config(tie_word_embeddings=tied))
+    assert options.model["share_embeddings_and_output_weights"] is tied

@@ -93,6 +93,7 @@ def replace_index(store: DirectoryStore, index: bytes) -> None:
         {"start": 0.5},
         {"start": -1},
         {"rows": 0},
+        {"rows": -1},
         {"rows": [2]},
         {"bytes": -5},
         {"digest": 5},

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from deepspeed_compress.errors import RolloutError, UnsupportedError
@@ -70,11 +69,11 @@ def test_a_part_that_no_rank_publishes_is_an_error(skipped: int) -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [{"rows": 7, "stride": 10}, {"rows": 2, "stride": 3}, {"rows": 5, "stride": 10}, {"rows": 0}, {"rows": -1}],
+    [{"rows": 7, "stride": 10}, {"rows": 2, "stride": 3}, {"rows": 5, "stride": 10}],
     ids=str,
 )
 def test_rows_that_a_parameter_does_not_have_are_refused(rows: dict[str, int]) -> None:
     module = nn.Linear(10, 6, bias=False)
     weights = ModuleWeights(module, manifest(digests()))
-    with pytest.raises((RolloutError, ValidationError), match=r'of an unknown "weight"|rows\n.* than or equal to 1'):
+    with pytest.raises(RolloutError, match='of an unknown "weight"'):
         weights._place(SliceDigest("weight", 0, 28, "0" * 64, **rows))

@@ -17,7 +17,8 @@ from deepspeed_compress.errors import UnsupportedError
 
 def is_compiled(module: nn.Module) -> bool:
     """Return True if calls of `module` run a compiled graph."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    # `_orig_mod` is what torch._dynamo.OptimizedModule has, whose import takes seconds.
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def compiled_problem(key: str, what: str, remedy: str) -> str:

@@ -28,23 +28,24 @@ from deepspeed_compress.session.session import Session
 def announce(engine: Any, session: Session, parameters: Parameters, measured: Sequence[object]) -> None:
     """Write the announcement to standard error, on rank 0, unless `monitor.announce` is false.
 
-    It has the settings, the excluded parameters, and the megabytes that rank 0 sends per step with and without
-    compression.
-
     Args:
         engine: the engine.
         session: its session.
         parameters: its parameters.
         measured: what was measured at the start, as texts.
     """
-    if engine.global_rank != 0 or not session.config.monitor.announce:
-        return
+    if engine.global_rank == 0 and session.config.monitor.announce:
+        tell(partial(_announcement, engine, session, parameters, measured))
+
+
+def _announcement(engine: Any, session: Session, parameters: Parameters, measured: Sequence[object]) -> str:
+    """Return the settings, the excluded parameters, and what rank 0 sends per step with and without compression."""
     where, members, nodes = f"ZeRO {engine.zero_optimization_stage()}", "data-parallel ranks", node_unit(engine)
     figures = partial(_figures, engine, session, parameters)
     if nodes is not None:
         where += f" within nodes of {nodes.get_data_parallel_world_size()} ranks"
         members, figures = "nodes", partial(_between_nodes, session, parameters, nodes)
-    tell(partial(joined, session.config, where, reduction_group(engine).size(), figures, members, measured))
+    return joined(session.config, where, reduction_group(engine).size(), figures, members, measured)
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
@@ -61,15 +62,16 @@ def find_idle_keys(engine: Any, config: CompressConfig, island: IslandUnit | Non
 
     - `communication_data_type`: sums are computed in fp32 whatever the file says; uncompressed elements are sent in
       `dtype`.
-    - The momentum of some methods is applied several times in an optimizer step. Nodes average their gradients once.
+    - `gradients.method`, if it applies a momentum of its own in several micro-steps. Nodes average gradients once.
     - `adaptive`, if islands by host have one data-parallel rank each. Islands of a given size are checked when the
       section is read.
     """
     method, written = config.gradients.method, engine.config.get("communication_data_type")
     if method != "none" and written is not None and engine.communication_data_type != dtype:
         yield (
-            f'/communication_data_type: "{written}" has no effect with compressed gradients: sums are in fp32, the '
-            f'rest in {str(dtype).removeprefix("torch.")}; remove the key, or write it as "method" of gradients'
+            f'/communication_data_type: "{written}" has no effect with compressed gradients: sums are in fp32, and '
+            f"uncompressed elements in {str(dtype).removeprefix('torch.')}; remove the key, or write "
+            f'"method": "{written}" into /{SECTION}/gradients'
         )
     steps, stage = engine.gradient_accumulation_steps(), int(engine.zero_optimization_stage())
     if method in OWN_MOMENTUM and steps > 1 and stage >= 2 and node_unit(engine) is None:

@@ -120,7 +120,7 @@ def _attach(engine: Any, config: CompressConfig, island: IslandUnit | None, patc
         equalize_weights(engine, node)
     parameters = find_parameters(engine)
     for text in find_idle_keys(engine, config, island, parameters.dtype):
-        warnings.warn(text, CompressWarning, stacklevel=4)
+        warnings.warn(text, CompressWarning, stacklevel=3)
     saving = None if config.checkpointing is None else attach_background(engine, config.checkpointing, patches)
     session = Session(_describe(engine, config, island, parameters), patches, saving)
     destroy_with_engine(engine, _made_groups(session), patches)

@@ -89,7 +89,11 @@ class _ByteAccount:
     """
 
     meter: Meter
-    fields: Mapping[str | None, str]
+    fields: Mapping[str, str]
+
+    def add(self, group: str | None, size: Callable[[], int]) -> None:
+        if group is not None and group in self.fields:
+            self.meter.count(self.fields[group], size())
 
 
 @dataclass
@@ -111,9 +115,7 @@ class _TrafficCounter:
         def counted(*args: Any, **options: Any) -> Any:
             # Checked first, because a compiled graph must not depend on counters.
             if not torch.compiler.is_compiling() and self.account is not None:
-                group, size = sent(*args, **options)
-                if group in self.account.fields:
-                    self.account.meter.count(self.account.fields[group], size())
+                self.account.add(*sent(*args, **options))
             return method(*args, **options)
 
         return counted
@@ -171,12 +173,10 @@ def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], 
     return rest
 
 
-def _fields(engine: Any) -> dict[str | None, str]:
+def _fields(engine: Any) -> dict[str, str]:
     """Return the fields of the meter, by the names of the groups that they count."""
     layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
-    fields: dict[str | None, str] = {
-        layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1
-    }
+    fields: dict[str, str] = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
     fields |= {f"{_ALL_TO_ALL}{layer.ep_group.group_name}": "bytes_experts" for layer in find_expert_layers(engine)}
     if engine.sequence_parallel_size > 1:
         fields[f"{_ALL_TO_ALL}{engine.seq_parallel_group.group_name}"] = "bytes_sequence"

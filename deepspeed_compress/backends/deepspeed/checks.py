@@ -72,9 +72,9 @@ def _check(engine: Any, config: CompressConfig, island: IslandUnit | None) -> No
     stage = _STAGES[engine_kind(engine)]
     refuse_unsupported(engine, config)
     refuse_idle_activations(engine, config)
+    seams.check_seams(_used_seams(stage, config, node_unit(engine) is not None), deepspeed.__version__)
     if config.weights.method != "none":
         stage.check_weights(engine)
-    seams.check_seams(_used_seams(stage, config, node_unit(engine) is not None), deepspeed.__version__)
     islands, parallelism = config.islands, config.parallelism
     missing: type[RankUnit] | None = None
     if islands is not None and islands.elastic is None and island is None:
@@ -102,6 +102,7 @@ def _used_seams(stage: _Stage, config: CompressConfig, in_nodes: bool) -> Iterat
         yield from node_gradients.SEAMS
     if config.activations is not None:
         yield from tensor.SEAMS + pipeline.SEAMS + sequence.SEAMS
-        yield from () if config.activations.experts is None else experts.SEAMS
+        if config.activations.experts is not None:
+            yield from experts.SEAMS
     if config.weights.method != "none":
         yield from stage.weight_seams

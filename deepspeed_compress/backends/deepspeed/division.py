@@ -64,8 +64,8 @@ def make_unit(config: CompressConfig, ds_config: Mapping[str, Any]) -> RankUnit 
     unit = _divide(kind, key, size, TENSOR.effective(ds_config, parallelism))
     if unit.count == 1 and idle_alone:
         text = (
-            f"{kind.pointer}: has no effect, because all {len(unit.ranks)} ranks are one of the {kind.parts}; start "
-            "more, write a smaller number, or remove the key"
+            f"{kind.pointer}: has no effect, because all {len(unit.ranks)} ranks are in one part (allowed: at least 2 "
+            f"{kind.parts}); start more ranks, write a smaller number of ranks, or remove the key"
         )
         warnings.warn(text, CompressWarning, stacklevel=4)
     return unit
@@ -110,8 +110,8 @@ def _ranks_of_host(kind: _Kind, key: str, tensor: int) -> int:
     """Return the number of ranks per host, from the variables of torchrun or the deepspeed launcher. Collective.
 
     Raises:
-        ConfigError: neither launcher was used, or hosts have unequal numbers of ranks, or some that ranks which share
-            layers do not divide. Raised on all ranks.
+        ConfigError: neither launcher was used, hosts have unequal numbers of ranks, or `tensor` does not divide the
+            ranks of a host. Raised on all ranks.
     """
     local = gather_objects(launched_ranks_of_host())
     sizes = sorted({size for size in local if size is not None})
@@ -232,8 +232,9 @@ def divide_call(unit: RankUnit, call: Mapping[str, Any], config: Mapping[str, An
     meshed = call.get("mesh_param") or {"sequence_parallel_size", "data_parallel_size"} <= config.keys()
     if call.get("mpu") is not None or meshed or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
-            f"{unit.pointer} divides the ranks itself, so another mpu, a sequence-parallel mesh or a pipeline cannot "
-            "(allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove the key, or the other division"
+            f"{unit.pointer} divides the ranks itself, so it cannot be combined with another mpu, a sequence-parallel "
+            "mesh, or a pipeline, whose stages use all ranks (allowed: data parallelism, ZeRO 0 to 3, AutoTP); remove "
+            "the key, or the other division"
         )
     divided = copy.deepcopy(dict(config))
     batch = divided.get("train_batch_size")
@@ -301,8 +302,9 @@ def check_division(engine: Any) -> None:
         size = engine.seq_data_parallel_group.size()
         if group.group_desc in (IslandUnit.pointer, NodeUnit.pointer) and group.size() != size:
             raise UnsupportedError(
-                f"{group.group_desc} has divided the parameters of this model over {group.size()} ranks before, but "
-                f"this engine divides it over {size} (allowed: the same); make the model anew, or write the same"
+                f"{group.group_desc} has divided the parameters of this model over {group.size()} ranks, in another "
+                f"engine or zero.Init, but this engine divides it over {size} (allowed: the same value of the key in "
+                "both configurations); make the model anew, or write the same value"
             )
 
 

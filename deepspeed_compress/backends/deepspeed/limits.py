@@ -195,8 +195,9 @@ def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
             )
     if elastic.parameter_server is not None:
         yield (
-            "/deepspeed_compress/islands/elastic/parameter_server knows one shape of each parameter, but ranks share "
-            'layers (allowed: none); train without tp_model_init, or write "parameter_server": null'
+            "/deepspeed_compress/islands/elastic/parameter_server knows one shape of each parameter, but "
+            f"{tensor_size(engine)} ranks share each layer (allowed: 1); train without tp_model_init, or write "
+            '"parameter_server": null'
         )
 
 

@@ -173,7 +173,7 @@ class NodeGradients:
 
     def _announce(self, parameters: Iterable[Any], complete: Callable[[Key], None]) -> None:
         for parameter in parameters:
-            for key in self._keys[self._engine.param_names[parameter]]:
+            for key in self._keys.get(self._engine.param_names[parameter], ()):
                 complete(key)
 
     def _reduced(self, group: int, one: MasterSlice) -> Tensor:

@@ -126,14 +126,15 @@ class NodeShards:
 
     def _exchange(self) -> None:
         """Average all buckets. Those that were sent during backward are only waited for."""
-        waiting: list[Callable[[], None]] = []
+        finish: Callable[[], None] | None = None
         for keys in self._gradients.buckets:
             found = self._gradients.find(keys)
             if found is not None:
-                waiting.append(self._start(keys, found))
-            if len(waiting) > 1:
-                waiting.pop(0)()
-        for finish in waiting:
+                # A bucket begins before the one before it is waited for.
+                before, finish = finish, self._start(keys, found)
+                if before is not None:
+                    before()
+        if finish is not None:
             finish()
 
     def _start(self, keys: tuple[Key, ...], found: Found) -> Callable[[], None]:

@@ -243,7 +243,9 @@ class MessageTable:
         """
         if self.ends[2] > size:
             raise ValueError(f"expected messages of {self.ends[2]} bytes, got {size}")
-        for row in self.values if kind not in self._checked else ():
+        if kind in self._checked:
+            return
+        for row in self.values:
             if row[END] - row[BEGIN] != bytes_of(row[NUMEL]) or row[BEGIN] % ALIGNMENT:
                 raise ValueError(f"message of {row[END] - row[BEGIN]} bytes for {row[NUMEL]} elements")
         self._checked.add(kind)

@@ -150,7 +150,8 @@ class CoordinatorClient:
                 raise IslandError(
                     f"/deepspeed_compress/islands/elastic/rendezvous: this island, which has version {self.version}, "
                     f"has waited for {self._address} for longer than give_up, {self._give_up:g} s: {self._reason}; "
-                    "restart the coordinator with its --state, or start more islands, and then restart this one"
+                    "an island may not continue alone: restart the coordinator with its --state, or start more "
+                    "islands, and then restart this one"
                 )
             self._change.wait(min(left, 0.5))
 

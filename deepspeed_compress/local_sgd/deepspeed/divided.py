@@ -127,8 +127,8 @@ class _Files(Participant):
         base = _base(request.directory)
         tag = CheckpointDirectory(base).latest_tag() if request.tag is None else request.tag
         # A job without islands counts as one.
-        saved = tag is not None and first_file(base / tag)
-        islands = read_description(saved).position.size if saved and saved.exists() else 1
+        saved = None if tag is None else first_file(base / tag)
+        islands = 1 if saved is None or not saved.exists() else read_description(saved).position.size
         if not self.files.engine.load_universal_checkpoint():
             # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
             request = replace(request, tag=tag)
@@ -142,11 +142,12 @@ class _Files(Participant):
         """
         # A tag may have several parts.
         tag = None if found is None else Path(found.file).parent.relative_to(request.directory).as_posix()
-        tags = {str(tag) for tag in gather_objects(tag)}
+        tags = set(gather_objects(tag))
         if len(tags) > 1:
+            shown = ", ".join(sorted(map(str, tags)))
             raise StateError(
-                f"islands loaded different checkpoints: {', '.join(sorted(tags))} (allowed: one for all islands); give "
-                "load_checkpoint a tag"
+                f"islands loaded different checkpoints: {shown} (allowed: one for all islands); give load_checkpoint a "
+                "tag"
             )
         if found is not None and tag is not None:
             directory = _base(request.directory) / tag

@@ -120,7 +120,7 @@ def _check(own: Sequence[str], names: Sequence[str]) -> None:
         if not any(re.search(pattern, name) for name in names):
             text = (
                 f"{_OWN}/{index}: {pattern!r} matches none of the {len(names)} parameters (for example "
-                f"{next(iter(names), '')!r}), so it has no effect; write a regular expression that does, or remove it"
+                f"{next(iter(names), '')!r}), so it has no effect; write one that is found in a name, or remove it"
             )
             warnings.warn(text, CompressWarning, stacklevel=2)
 

@@ -4,6 +4,7 @@ Schedules count steps, so an island that joins late advances its own schedule by
 Then both have the same rates, unless their programs or configurations differ; a warning then shows both.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -62,16 +63,19 @@ class LearningRates:
         """
         ahead, scheduler = int(metadata.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
         behind, is_level = ahead - self.ahead, ahead >= self.ahead
-        try:
+        if scheduler is not None and behind > 0:
+            try:
+                inspect.signature(scheduler.step).bind()
+            except TypeError as error:
+                raise UnsupportedError(
+                    f"{_POINTER}/elastic: this island is {behind} steps behind the others, and "
+                    f"{type(scheduler).__name__}.step is {error} (allowed: schedules that count steps); write such "
+                    "a schedule, or start all islands at once"
+                ) from error
             # torch warns when a schedule is stepped before the optimizer.
             with warnings.catch_warnings(action="ignore", category=UserWarning):
-                for _ in range(behind if scheduler is not None else 0):
+                for _ in range(behind):
                     scheduler.step()
-        except TypeError as error:
-            raise UnsupportedError(
-                f"{_POINTER}/elastic: this island is {behind} steps behind the others, and {error} (allowed: schedules "
-                "that count steps); write such a schedule, or start all islands at once"
-            ) from error
         self.ahead = max(self.ahead, ahead)
         if "rates" in metadata and is_level:
             warn_of_unequal_rates(rates_of(self._engine), metadata["rates"], "the others")

@@ -110,7 +110,8 @@ class PushClient:
                 return None
             raise IslandError(
                 f"{_KEY}: {self._address} has not answered for more than give_up, {self._give_up:g} s "
-                f"({error or type(error).__name__}); restart the server with its --state, and then this island"
+                f"({error or type(error).__name__}); an island may not continue alone: restart "
+                "the server with its --state, and then this island"
             ) from error
 
     def _run_call(self, answer: "Future[tuple[Head, Buffer]]", head: Head, body: Buffer) -> None:

@@ -117,7 +117,7 @@ def _measure_rate(
     begin, steps = {} if rate is None else gauges.quiet_counters(), count * system.period
     # Steps of local SGD are either short or long, so a median over steps would show only one kind.
     times, period = gauges.times(step, steps), system.period
-    seconds = [statistics.mean(times[begin : begin + period]) for begin in range(0, steps, period)]
+    seconds = [statistics.mean(times[first : first + period]) for first in range(0, steps, period)]
     after = gauges.quiet_counters() if begin else {}
     sent = {name: (value - begin[name]) / steps for name, value in after.items()}
     return {

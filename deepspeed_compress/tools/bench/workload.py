@@ -43,12 +43,13 @@ class Workload:
         """Return the micro-batches, and the sequences in each, of one process if all of them divide a batch equally.
 
         Raises:
-            ConfigError: The batch cannot be needed equally.
+            ConfigError: The batch cannot be divided equally.
         """
         sequences, needed = self.micro_batch * self.accumulation, self.tensor * self.pipeline * self.sequence
         if sequences % needed:
             found = f"{self.micro_batch} sequences x {self.accumulation} micro-batches"
-            raise ConfigError(f"--micro-batch: {found} are not a multiple of the {needed} ranks of a replica; write N")
+            ranks = f"the {needed} ranks of a replica"
+            raise ConfigError(f"--micro-batch: {found} are not a multiple of {ranks}; write {needed}, for example")
         share = sequences // needed
         size = self.micro_batch if share % self.micro_batch == 0 else share
         return share // size, size

@@ -62,7 +62,8 @@ def read_baseline(directory: Path) -> Run:
     """
     run = _run(directory, _read(directory))
     if not (run.steps or run.losses or run.held_out or run.step_times):
-        raise DataError(f"{directory}: --baseline: holds neither losses nor times of steps; pass the output of a run")
+        files = f"metrics.jsonl, {STATISTICS}, trainer_state.json"
+        raise DataError(f"{directory}: --baseline: holds no losses or times of steps ({files}); pass a run's output")
     return run
 
 

@@ -22,7 +22,9 @@ from deepspeed_compress.tools.report.runs import Run, event_rows, setting_colour
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML page of a report on `runs`: the baseline, if any, and the run."""
     loader, found = FileSystemLoader(Path(__file__).parent), [*runs]
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
     environment.filters |= {"short": short, "configuration": lambda config: json.dumps(masked(config), indent=2)}
     return environment.get_template("page.html.jinja").render(
         title=" against ".join(run.name for run in reversed(runs)),

@@ -138,8 +138,9 @@ def _load(directory: Path, name: str, role: str) -> Run:
         columns = source(files) | {key: values for key, values in columns.items() if values}
     columns = {key: dict(sorted(values.items())) for key, values in columns.items()}
     if not any(columns.values()):
-        what = f"{directory}: holds no run (no metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json)"
-        raise DataError(f"{what}; give the output directory of a run, or the monitor.path of its section")
+        names = "metrics.jsonl, compression.jsonl, rollout.jsonl, trainer_state.json, also in checkpoint-*"
+        remedy = "give the output directory of a run, or the monitor.path of its section"
+        raise DataError(f"{directory}: holds no run (no {names}); {remedy}")
     events = sorted(files.events or (), key=lambda event: int(event["step"]))
     return Run(printable(name), role, files, columns, tuple(events))
 

@@ -199,8 +199,8 @@ def _check(
     from deepspeed_compress.integrations.launch import launch_command
 
     if options.metric == "step_time" and value_at(ds_config, (SECTION, "communication", "max_rate")) is not None:
-        key = f"/{SECTION}/communication/max_rate"
-        raise ConfigError(f"{key}: uncompressed trials have no such limit; limit the link by tc, or set --metric bytes")
+        problem = f"/{SECTION}/communication/max_rate: uncompressed trials have no such limit"
+        raise ConfigError(f"{problem}; remove it and limit the link by tc, or set --metric bytes")
     if options.output.is_dir() and any(options.output.iterdir()) and not (options.output / EXPERIMENTS).is_dir():
         raise ConfigError(f"--output {options.output}: holds something else; choose a new directory")
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))

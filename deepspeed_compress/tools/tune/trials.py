@@ -154,7 +154,7 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
     """
     named = [place for place, _, value in _values(arguments) if value and Path(value).resolve() == config.resolve()]
     if not named:
-        problem = "no argument of the command names this file"
+        problem = "no argument of the command names this file, from which a script must take it"
         raise ConfigError(f"--config {config}: {problem}; write SCRIPT --deepspeed {config}, for example")
     return _with_values(arguments, named, str(replacement))
 

@@ -42,8 +42,8 @@ def watch_buckets(rank: int, job: Job) -> tuple[list[int], list[int]]:
 
     def watched(bucket: Any, *arguments: object) -> object:
         result = reduce(bucket, *arguments)
-        # If the first gradient fills a bucket alone, DeepSpeed first closes an empty bucket.
-        if len(bucket):
+        # If the first gradient fills a bucket alone, DeepSpeed first closes an empty bucket, except under ZeRO 3.
+        if job.stage == 3 or len(bucket):
             waiting.append(pending())
         return result
 

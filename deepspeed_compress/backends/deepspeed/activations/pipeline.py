@@ -122,7 +122,7 @@ class _Transfers:
         return whole
 
 
-def _run(
+def _run_replacing(
     owner: Any,
     name: str,
     make: Callable[[Any], Callable[..., Any]],
@@ -185,7 +185,7 @@ def attach_pipeline(engine: Any, settings: PipelineActivations, run: Run, patche
         (p2p, "recv", transfers.receiver, (schedule.RecvActivation, schedule.RecvGrad)),
         (PartitionedTensor, "full", transfers.gatherer, (schedule.ForwardPass, schedule.BackwardPass)),
     ):
-        table |= {kind: partial(_run, owner, name, make, table[kind]) for kind in kinds}
+        table |= {kind: partial(_run_replacing, owner, name, make, table[kind]) for kind in kinds}
     first = _FirstBatch()
     table[schedule.SendActivation] = partial(first.send, table[schedule.SendActivation])
     table[schedule.ReduceTiedGrads] = partial(first.end, table[schedule.ReduceTiedGrads])

@@ -61,9 +61,10 @@ class SplitMatrices:
         routes = self._routes(partition)
         if routes is None:
             return
-        meter, pace, nothing = self._session.meter, self._session.run.pace, self._empty(0)
-        sent, places = ([[slice_of(part) for part in parts] for parts in each] for each in routes)
-        outgoing = [torch.cat([nothing, *(part.contiguous().view(torch.uint8) for part in parts)]) for parts in sent]
+        meter, pace = self._session.meter, self._session.run.pace
+        sent, received = routes
+        outgoing = [self._message([slice_of(part) for part in parts]) for parts in sent]
+        places = [[slice_of(part) for part in parts] for parts in received]
         incoming = [self._empty(sum(place.nbytes for place in some)) for some in places]
         size = sum(message.nbytes for message in outgoing)
         meter.count("bytes_sent", size)
@@ -75,6 +76,10 @@ class SplitMatrices:
         for some, message in zip(places, incoming, strict=True):
             for place, part in zip(some, torch.split(message, [place.nbytes for place in some]), strict=True):
                 place.copy_(part.view(place.dtype))
+
+    def _message(self, slices: Sequence[Tensor]) -> Tensor:
+        """Return the bytes of `slices`, in order."""
+        return torch.cat([one.contiguous().view(torch.uint8) for one in slices]) if slices else self._empty(0)
 
     def _find_routes(self, partition: Partition) -> _Routes | None:
         """Return the routes of a bucket; None if it has no split matrix, which all ranks see alike."""

@@ -26,7 +26,8 @@ def check_equal_layouts(master_weights: FlatMasterWeights, unit: RankUnit) -> No
     every = gather_objects(own)
     if len(set(every)) > len({place for place, _ in every}):
         raise UnsupportedError(
-            f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks, as zero.Init does; call "
+            f"{unit.pointer}: DeepSpeed has divided the parameters over other ranks, as zero.Init does over the "
+            "whole job (allowed: the same division); call "
             "deepspeed_compress.install() before the model is made, make it outside of zero.Init, or remove the key"
         )
 

@@ -58,7 +58,7 @@ class ArrivingWeights:
         rounds = {name: (group, last) for group, gather in sent for name, last in gather.last_rounds().items()}
         # Frozen parameters are in no optimizer, so they are never sent.
         arrival = {id(parameter): rounds[name] for parameter, name in engine.param_names.items() if name in rounds}
-        self._reads = _Reads({identity: (last,) for identity, last in arrival.items()}, self._wait)
+        self._reads = _Reads({identity: (place,) for identity, place in arrival.items()}, self._wait)
         self._forward_runs = False
         for handle in self._hooks(arrival):
             patches.on_undo(handle.remove)

@@ -73,8 +73,9 @@ def _warn_of_persistent(engine: Any) -> None:
     """Warn, on rank 0, that no weights are compressed."""
     threshold = engine._config.zero_config.param_persistence_threshold
     text = (
-        "/deepspeed_compress/weights has no effect: every rank keeps all parameters of up to "
-        f"stage3_param_persistence_threshold: {threshold} elements, gathered exactly; write 0, or remove the key"
+        "/deepspeed_compress/weights has no effect, because ZeRO 3 keeps all parameters of up to "
+        f"stage3_param_persistence_threshold: {threshold} elements on every rank, and gathers them exactly (allowed: a "
+        "threshold below the size of the largest parameter); write 0, or remove the key"
     )
     if engine.global_rank == 0:
         warnings.warn(text, CompressWarning, stacklevel=4)

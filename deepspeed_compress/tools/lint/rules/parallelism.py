@@ -67,8 +67,8 @@ def pipeline_partition_boolean(document: Document, context: Context) -> Findings
     for path in _BOOLEANS:
         value, is_read = document.get(*path, default=True), path[0] == "checkpoint" or not context.hugging_face
         if is_read and not isinstance(value, bool):
-            what, meant = f"{show(value)} is not a boolean (allowed: true, false)", truth(value)
-            correction = None if meant is None else fix("Write a boolean", replace(document, path, meant))
+            what, boolean = f"{show(value)} is not a boolean (allowed: true, false)", truth(value)
+            correction = None if boolean is None else fix("Write a boolean", replace(document, path, boolean))
             yield finding(path, what, "true", correction)
 
 
@@ -95,8 +95,8 @@ def pipeline_interval_number(document: Document, context: Context) -> Findings:
     path = ("pipeline", "activation_checkpoint_interval")
     value = document.get(*path, default=0)
     if number(value) is None and not context.hugging_face:
-        meant = integer(value)
-        correction = None if meant is None else fix("Write a number", replace(document, path, meant))
+        whole = integer(value)
+        correction = None if whole is None else fix("Write a number", replace(document, path, whole))
         yield finding(path, f"{show(value)} is not a number (allowed: 0 or more)", "1", correction)
 
 

@@ -91,9 +91,9 @@ def missing_scheduler_parameter(document: Document, context: Context) -> Finding
     """
     known, given = keys().schedulers.get(scheduler_name(document), {}), document.section("scheduler", "params")
     # A misspelled name is reported as such.
-    meant = {closest(key, known) for key in given if key not in known}
+    misspelled = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():
-        if required and key not in given and key not in meant and document.get(*PARAMS) is not None:
+        if required and key not in given and key not in misspelled and document.get(*PARAMS) is not None:
             what = f'"{key}" is missing, which {scheduler_name(document)} needs'
             yield finding((*PARAMS, key), what, f'"{key}" into params')
 
