@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.integrations.install import _DIRECTORY, INHERIT
-from deepspeed_compress.tools import run
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +101,7 @@ def test_a_section_is_inherited_except_by_another_run(tmp_path: Path, monkeypatc
     program = write(tmp_path, "import os, sys; os.execv(sys.executable, [sys.executable, '-c', CHILD])", "")
     monkeypatch.setenv(INHERIT, str(section))
     seen: list[bool] = []
-    monkeypatch.setattr(run, "_exec", lambda command: seen.append(INHERIT in os.environ))
+    monkeypatch.setattr(os, "execv", lambda program, command: seen.append(INHERIT in os.environ))
     from deepspeed_compress import cli
 
     cli.main(["run", "--launcher", "none", str(program)])

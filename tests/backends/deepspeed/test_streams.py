@@ -193,7 +193,7 @@ UNMEASURED = {"every": 100, "announce": False}
 ALLOWED = {
     "backends/deepspeed/norms.py:_true: _local_scalar_dense": "the guard decides on the host, as DeepSpeed does",
     "backends/deepspeed/norms.py:_everywhere: _local_scalar_dense": "the same, where DeepSpeed has no norm",
-    "session/observer.py:figures: tolist": "of a copy on the host, which a step before has begun",
+    "session/observer.py:saved: tolist": "of a copy on the host, which a step before has begun",
 }
 
 
@@ -231,7 +231,7 @@ def test_no_host_waits_in_a_step_that_is_not_measured(stage: int, tmp_path: Path
 
 
 NORM = "session/residual_state.py:residual_norm: tolist"
-COPY = "session/observer.py:figures: tolist"
+COPY = "session/observer.py:saved: tolist"
 """Read of a copy on the host that the measured step before has started."""
 
 

@@ -11,14 +11,15 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero import stage_1_and_2
 
 from deepspeed_compress import SeamError, UnsupportedError
+from deepspeed_compress.backends.deepspeed.checks import check_on_all_ranks
 from deepspeed_compress.backends.deepspeed.engine_facts import shared_parameters
-from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights, check_weights
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import Weights
 from deepspeed_compress.collectives.gather import EXACT, DifferenceGather
 from deepspeed_compress.collectives.messages import Channel, Messages
 from deepspeed_compress.collectives.reducer import Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast
-from deepspeed_compress.config import WeightsConfig
+from deepspeed_compress.config import CompressConfig, WeightsConfig
 from deepspeed_compress.config.methods import NoCompression
 from deepspeed_compress.config.places import BlockwiseWeights
 from deepspeed_compress.monitor import Meter
@@ -328,7 +329,8 @@ def test_a_step_that_gathers_otherwise_is_an_error(name: str) -> None:
 
 
 def check_only(rank: int, job: Job) -> None:
-    check_weights(begin(job))
+    config = CompressConfig.model_validate({"weights": {"method": "blockwise", "bits": 8}})
+    check_on_all_ranks(begin(job), config, None)
 
 
 @pytest.mark.parametrize("job", [Job(stage=0), Job(stage=0, extra=FP16)], ids=["zero_0", "fp16"])
