@@ -62,8 +62,9 @@ def read_baseline(directory: Path) -> Run:
     """
     run = _run(directory, _read(directory))
     if not (run.steps or run.losses or run.held_out or run.step_times):
+        problem = "--baseline: holds neither losses nor times of steps"
         files = f"metrics.jsonl, {STATISTICS}, trainer_state.json"
-        raise DataError(f"{directory}: --baseline: holds no losses or times of steps ({files}); pass a run's output")
+        raise DataError(f"{directory}: {problem} ({files}); pass the output of a run")
     return run
 
 
