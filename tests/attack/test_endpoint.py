@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -144,12 +145,16 @@ def test_the_client_that_has_waited_longest_makes_room_for_a_new_one(tmp_path: P
         assert [is_closed(there, 0.2) for there in crowd] == [True, False, False, False]
 
 
-def test_clients_that_do_not_read_are_disconnected(tmp_path: Path) -> None:
+def test_clients_that_do_not_read_cost_bounded_memory_and_are_disconnected(tmp_path: Path) -> None:
     """Each of their answers has 3 MB, of which the server sends what a connection takes."""
     with served(tmp_path, Sampler(), patience=1.0) as port, contextlib.ExitStack() as unread:
+        check_answered(port)
+        before = resident_memory(os.getpid())
         crowd = [unread.enter_context(open_unread(port, request(body_of(1_000_000)))) for _ in range(16)]
         check_answered(port)
         time.sleep(10.0)
+        # Ten times the answers, because this process has vLLM's place, too, and both encode and decode them.
+        assert resident_memory(os.getpid()) - before < 10 * 16 * 3_000_000
         sizes = [sum(map(len, iter(partial(there.recv, 1 << 16), b""))) for there in crowd]
         assert max(sizes) < 3_000_000
         check_answered(port)
