@@ -26,7 +26,7 @@ class RankUnit:
     pointer: ClassVar[str]
     """JSON pointer of the settings that divide the job."""
     parts: ClassVar[str]
-    """What the parts are called in messages."""
+    """Name of the parts in messages."""
 
     ranks: tuple[int, ...]
     number: int

@@ -91,7 +91,7 @@ class Gradients:
         self._firsts: list[int] = []
         """First number of each bucket, and the count of numbers for all buckets."""
         self._passes: Counter[int] = Counter()
-        """How often each bucket, by its place among all, was reduced in this step."""
+        """Number of reductions of each bucket in this step, by its place among all."""
         for group in groups:
             session.patches.wrap(group.source, "start_grad_sync", partial(self._start, group))
 
